@@ -1,0 +1,225 @@
+"""The words spoken between supervisor and proxies, and the shape of what `status` shows.
+
+Length-prefixed msgpack frames (worker/frame.py) on a socket pair that the proxy inherits. The
+supervisor always sends whole tables, so that a missed message heals at the next one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct, msgpack
+
+from gpusup.worker.wire import TensorSpec
+
+Band = Literal["normal", "queue", "shed", "unknown"]
+
+#: open: takes work · suspect: takes none for now · closing: finishes what it has
+RouteState = Literal["open", "suspect", "closing"]
+
+
+class Route(Struct, frozen=True, kw_only=True):
+    slot: str
+    generation: int
+    model: str
+    version: str
+    device: str  # name of the device, as in DeviceInfo
+    path: str  # Unix socket of the worker
+    state: RouteState
+    max_rows: int
+    budget_s: float
+    degrade: tuple[str, ...] = ()
+    fallback: bool = False  # a CPU slot that serves only degraded requests
+    pid: int = 0
+
+
+ModelState = Literal["ready", "loading", "swapping", "failed", "unloaded"]
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    name: str
+    state: ModelState
+    reason: str  # why it is not ready, for people
+    version: str  # the default one
+    versions: tuple[str, ...]  # that have a ready worker
+    canary_version: str = ""
+    canary_share: float = 0.0
+    holding: bool = False  # no worker for now by intent (swap, on-demand load): queue, don't refuse
+    hold_s: float = 10.0
+    hold_requests: int = 256
+    max_rows: int = 1
+    wait_s: float = 0.0
+    budget_s: float = 30.0
+    request_timeout_s: float = 60.0
+    retry: Literal["never", "safe"] = "never"
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    methods: tuple[str, ...] = ()
+    platform: str = ""
+    degrade: tuple[tuple[str, int], ...] = ()  # (step, limit), in order
+    peaks: dict[str, int] = {}  # "shape/dtype/rows" -> bytes; see worker.wire.WorkerReady
+    required: bool = True
+    on_demand: bool = False
+    slots: int = 0  # that hold or should hold it
+    created: int = 0  # seconds since the epoch
+
+
+class DeviceInfo(Struct, frozen=True, kw_only=True):
+    """Bytes. `watermark` is DESIGN's: 1 - (free + reclaimable) / total, without leases."""
+
+    name: str
+    uuid: str
+    kind: Literal["cuda", "cpu"]
+    total: int
+    free: int
+    reclaimable: int
+    dynamic: int  # what our workers hold above their static use
+    watermark: float
+    known: bool  # False: too old or unreadable; admission counts requests instead
+    age_s: float
+    leased: dict[str, int] = {}  # proxy -> bytes leased there, as last reported
+    foreign: int = 0  # held by processes that are none of ours
+
+
+class Snapshot(Struct, frozen=True, tag="snapshot", tag_field="t", kw_only=True):
+    """All that a proxy knows of the world."""
+
+    serial: int
+    routes: tuple[Route, ...]
+    models: tuple[ModelInfo, ...]
+    devices: tuple[DeviceInfo, ...]
+    ready: bool
+    draining: bool
+    reason: str = ""  # why not ready
+    poisoned: tuple[str, ...] = ()  # hashes of inputs that ran at two deaths
+    proxies: int = 1
+
+
+class DeviceUpdate(Struct, frozen=True, tag="devices", tag_field="t"):
+    """10 to 20 times a second."""
+
+    devices: tuple[DeviceInfo, ...]
+
+
+class Reply(Struct, frozen=True, tag="reply", tag_field="t"):
+    id: int
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+class StopProxy(Struct, frozen=True, tag="stop", tag_field="t"):
+    """Answer what is there, say `Connection: close`, take nothing new, end within the limit."""
+
+    limit_s: float
+
+
+class Reread(Struct, frozen=True, tag="reread", tag_field="t"):
+    """Read certificates and API keys again; reopen logs."""
+
+
+class ProxyHello(Struct, frozen=True, tag="proxy-hello", tag_field="t"):
+    proxy: str
+    pid: int
+
+
+class Listening(Struct, frozen=True, tag="listening", tag_field="t"):
+    address: str
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """An increment of a counter. `name` is a key of conf/metrics.py, labels in its order."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+
+
+class Observed(Struct, frozen=True, array_like=True):
+    """An increment of a histogram: counts per bucket (not cumulative, +Inf last) and the sum."""
+
+    name: str
+    labels: tuple[str, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+
+class ProxyReport(Struct, frozen=True, tag="report", tag_field="t", kw_only=True):
+    """Ten times a second while there is something new, and on leaving."""
+
+    counters: list[Sample] = []
+    histograms: list[Observed] = []
+    queued: dict[str, int] = {}  # model -> requests waiting here
+    in_flight: dict[str, int] = {}  # slot -> requests
+    leased: dict[str, int] = {}  # device -> bytes
+    connections: int = 0
+    arena_free: int = 0
+    arena_total: int = 0
+    bands: dict[str, Band] = {}  # device -> band as this proxy sees it, leases included
+    latency: dict[str, tuple[float, float]] = {}  # model -> (p50, p99) of the last minute, seconds
+
+
+class InputDied(Struct, frozen=True, tag="input-died", tag_field="t"):
+    """This input was executing when its worker died."""
+
+    input_hash: str
+    model: str
+    slot: str
+    generation: int
+
+
+class WantModel(Struct, frozen=True, tag="want-model", tag_field="t"):
+    """A request has come for a model that is unloaded and may be loaded on demand."""
+
+    model: str
+
+
+class Used(Struct, frozen=True, tag="used", tag_field="t"):
+    """Models that had requests since the last word; for idle unload."""
+
+    models: tuple[str, ...]
+
+
+class Shed(Struct, frozen=True, tag="shed", tag_field="t", kw_only=True):
+    """A band changed or a request was shed or degraded; the supervisor writes the record."""
+
+    device: str
+    before: Band
+    after: Band
+    watermark: float
+    projected: float
+    model: str = ""
+    request_id: str = ""
+    cost: int = 0
+    leased: int = 0
+    in_flight: int = 0
+
+
+class Notice(Struct, frozen=True, tag="notice", tag_field="t"):
+    """Something for the log and the event stream: a refused explosive shape, a broken worker."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+class Ask(Struct, frozen=True, tag="ask", tag_field="t"):
+    """A call of the control API on a client's behalf: /metrics, statistics, repository verbs."""
+
+    id: int
+    method: str
+    path: str
+    body: bytes = b""
+
+
+ToProxy = Snapshot | DeviceUpdate | Reply | StopProxy | Reread
+FromProxy = (
+    ProxyHello | Listening | ProxyReport | InputDied | WantModel | Used | Shed | Notice | Ask
+)
+
+_encoder = msgpack.Encoder()
+_to_proxy = msgpack.Decoder(ToProxy)
+_from_proxy = msgpack.Decoder(FromProxy)
+
+encode = _encoder.encode
+decode_to_proxy = _to_proxy.decode
+decode_from_proxy = _from_proxy.decode
