@@ -79,6 +79,7 @@ class DeviceInfo(Struct, frozen=True, kw_only=True):
     age_s: float
     leased: dict[str, int] = {}  # proxy -> bytes leased there, as last reported
     foreign: int = 0  # held by processes that are none of ours
+    source: Literal["nvml", "worker", "resident", "none"] = "none"  # where the memory figures are from
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot", tag_field="t", kw_only=True):
@@ -144,6 +145,29 @@ class Observed(Struct, frozen=True, array_like=True):
     sum: float
 
 
+class ModelStats(Struct, frozen=True, array_like=True):
+    """Increments of the v2 statistics of one model version. Times are seconds, summed over requests.
+
+    `batches`: rows of the batch -> (share of that batch, its seconds on the device times that
+    share). An item of 2 rows in a batch of 8 adds a quarter, so that the items of a batch add up
+    to one, whichever proxies they came through.
+    """
+
+    model: str
+    version: str
+    success: int = 0
+    success_s: float = 0.0  # whole time in the server
+    fail: int = 0
+    fail_s: float = 0.0
+    rows: int = 0
+    queue_s: float = 0.0  # in the proxy and in the worker, before its batch
+    decode_s: float = 0.0
+    compute_s: float = 0.0
+    encode_s: float = 0.0
+    last: float = 0.0  # seconds since the epoch
+    batches: dict[int, tuple[float, float]] = {}
+
+
 class ProxyReport(Struct, frozen=True, tag="report", tag_field="t", kw_only=True):
     """Ten times a second while there is something new, and on leaving."""
 
@@ -157,6 +181,7 @@ class ProxyReport(Struct, frozen=True, tag="report", tag_field="t", kw_only=True
     arena_total: int = 0
     bands: dict[str, Band] = {}  # device -> band as this proxy sees it, leases included
     latency: dict[str, tuple[float, float]] = {}  # model -> (p50, p99) of the last minute, seconds
+    stats: list[ModelStats] = []
 
 
 class InputDied(Struct, frozen=True, tag="input-died", tag_field="t"):

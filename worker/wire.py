@@ -192,6 +192,8 @@ class Memory(Struct, frozen=True, kw_only=True):
     peak: int = 0
     context: int = 0
     static: int = 0  # allocated at rest after warm-up (weights, graphs, pool)
+    device_total: int = 0  # as the CUDA runtime says; used where NVML can't tell. 0: not asked
+    device_free: int = 0
 
 
 class Counters(Struct, frozen=True, kw_only=True):
