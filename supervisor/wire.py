@@ -79,7 +79,7 @@ class DeviceInfo(Struct, frozen=True, kw_only=True):
     age_s: float
     leased: dict[str, int] = {}  # proxy -> bytes leased there, as last reported
     foreign: int = 0  # held by processes that are none of ours
-    source: Literal["nvml", "worker", "resident", "none"] = "none"  # where the memory figures are from
+    source: Literal["nvml", "worker", "resident", "none"] = "none"  # of the memory figures
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot", tag_field="t", kw_only=True):
