@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 #: The loader turns "10s" into 10.0 and "24GiB" into bytes by these marks (`extra["unit"]`).
 Seconds = Annotated[float, Meta(ge=0, extra={"unit": "time"})]
 Bytes = Annotated[int, Meta(ge=0, extra={"unit": "size"})]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1, extra={"unit": "share"})]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$", min_length=1, max_length=64)]
 
