@@ -1,0 +1,208 @@
+"""A slot: a place on a device for one worker. It outlives the workers in it.
+
+What is decided here: whether a worker may be started now, what its end means for the next start
+(back-off, giving up), and whether the slot takes part at all (cordoned, quarantined, lost).
+During a swap a change *reserves* the slot: then nothing starts but what the change asks for.
+"""
+
+from __future__ import annotations
+
+import random
+from enum import StrEnum
+from typing import Any
+
+from gpusup.conf.schema import SupervisionConfig
+
+from . import events as ev
+from .actions import Action, Assignment, Launch, Persist
+from .backoff import Backoff, Cause
+from .life import Life, Outcome, State
+
+
+class Standing(StrEnum):
+    SCHEDULABLE = "schedulable"
+    CORDONED = "cordoned"
+    QUARANTINED = "quarantined"
+    LOST = "lost"
+
+
+class Slot:
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        model: str,
+        config: SupervisionConfig,
+        rng: random.Random,
+        *,
+        fallback: bool = False,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.model = model
+        self.config = config
+        self.fallback = fallback
+        self.standing = Standing.SCHEDULABLE
+        self.standing_why = ""
+        self.standing_by = ""
+        self.standing_since = 0.0
+        self.generation = 0
+        self.wanted: Assignment | None = None
+        self.worker: Life | None = None
+        self.successor: Life | None = None
+        self.successor_outcome: Outcome | None = None
+        self.reserved_by = ""
+        self.failed = ""
+        self.retry_at = 0.0
+        self.restarts = 0
+        self.last_exit = ""
+        self.last_cause: Cause | None = None
+        self.last_story: list[Any] = []
+        self.waiting_for = ""
+        self.backoff = Backoff(config.backoff, rng)
+
+    # -- looking at it ----------------------------------------------------------------------------
+
+    def lives(self) -> list[Life]:
+        return [life for life in (self.worker, self.successor) if life is not None]
+
+    def state(self, now: float) -> str:
+        """What `status` shows: the worker's state, or why there is none."""
+        if self.worker is not None:
+            return self.worker.state
+        if self.failed:
+            return "failed"
+        if now < self.retry_at:
+            return "backoff"
+        return "waiting" if self.waiting_for else "empty"
+
+    def is_ready(self) -> bool:
+        return self.worker is not None and self.worker.state is State.READY
+
+    def takes_part(self) -> bool:
+        return self.standing is Standing.SCHEDULABLE and not self.failed
+
+    # -- standing ---------------------------------------------------------------------------------
+
+    def stand(self, standing: Standing, now: float, by: str = "", why: str = "") -> list[Action]:
+        if (self.standing, self.standing_why) == (standing, why):
+            return []
+        self.standing, self.standing_by, self.standing_why = standing, by, why
+        self.standing_since = now
+        return [Persist()]
+
+    def drain(self, now: float, by: str, why: str, limit_s: float | None = None) -> list[Action]:
+        actions = self.stand(Standing.CORDONED, now, by, why)
+        for life in self.lives():
+            actions += life.drain(now, "drain", limit_s)
+        return actions
+
+    def uncordon(self, now: float) -> list[Action]:
+        return self.stand(Standing.SCHEDULABLE, now)
+
+    def reset(self, now: float) -> list[Action]:
+        """An operator says: try again."""
+        self.failed = ""
+        self.retry_at = 0.0
+        self.backoff.forgive()
+        actions: list[Action] = [Persist()]
+        if self.standing is Standing.QUARANTINED:
+            actions += self.stand(Standing.SCHEDULABLE, now)
+        return actions
+
+    # -- starting ---------------------------------------------------------------------------------
+
+    def may_start(self, now: float) -> bool:
+        return (
+            self.worker is None
+            and self.wanted is not None
+            and not self.reserved_by
+            and self.takes_part()
+            and now >= self.retry_at
+        )
+
+    def start(self, now: float) -> list[Action]:
+        assert self.wanted is not None
+        self.worker = self._life(self.wanted, now, held=False)
+        self.waiting_for = ""
+        return [self._launch(self.worker, held_context=True)]
+
+    def start_successor(
+        self, assignment: Assignment, now: float, *, held: bool, held_context: bool = True
+    ) -> list[Action]:
+        self.successor = self._life(assignment, now, held=held)
+        self.successor_outcome = None
+        return [self._launch(self.successor, held_context=held_context)]
+
+    def succeed(self) -> None:
+        """The old worker is gone: the successor is the slot's worker from now on."""
+        assert self.worker is None
+        self.worker, self.successor = self.successor, None
+        if self.worker is not None:
+            self.wanted = self.worker.assignment
+
+    def _life(self, assignment: Assignment, now: float, *, held: bool) -> Life:
+        self.generation += 1
+        return Life(
+            self.name, self.device, self.generation, assignment, self.config, now, held=held
+        )
+
+    def _launch(self, life: Life, *, held_context: bool) -> Launch:
+        return Launch(
+            slot=self.name,
+            generation=life.generation,
+            assignment=life.assignment,
+            device=self.device,
+            held=life.held,
+            held_context=held_context,
+        )
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def handle(self, event: ev.WorkerEvents, now: float) -> list[Action]:
+        for life in self.lives():
+            if life.generation == event.generation:
+                return life.handle(event, now) + self.settle(now)
+        return []  # about a worker that is gone
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for life in self.lives():
+            actions += life.tick(now)
+            if life.state is State.UNKILLABLE:
+                why = f"pid {life.pid} does not die (KILL sent), the device needs a look"
+                actions += self.stand(Standing.QUARANTINED, now, "gpusup", why)
+        if self.worker is not None and self.worker.state is State.READY:
+            self.backoff.healthy_for(now - self.worker.ready_at)
+        return actions + self.settle(now)
+
+    def settle(self, now: float) -> list[Action]:
+        """Take leave of workers that are gone, and decide what their end means."""
+        if self.successor is not None and self.successor.state is State.GONE:
+            self.successor_outcome = self.successor.outcome
+            self._remember(self.successor)
+            self.successor = None
+        if self.worker is None or self.worker.state is not State.GONE:
+            return []
+        life, self.worker = self.worker, None
+        self._remember(life)
+        outcome = life.outcome or Outcome(Cause.CRASH, "unknown")
+        self.last_cause = outcome.cause
+        self.retry_at = now
+        if outcome.cause is Cause.REQUESTED:
+            return []
+        self.restarts += 1
+        if outcome.cause is Cause.GPU:
+            return [Persist()]  # charged to the device, by whoever reported the fault
+        if life.ready_at:
+            self.backoff.healthy_for(now - life.ready_at)
+        delay, give_up = self.backoff.strike(outcome.cause, now)
+        self.retry_at = now + delay
+        if give_up:
+            self.failed = f"{outcome.text} (given up: {give_up})"
+        return [Persist()]
+
+    def _remember(self, life: Life) -> None:
+        if life.outcome is not None:
+            self.last_exit = life.outcome.text
+        self.last_story = list(life.story)
