@@ -53,7 +53,18 @@ class LoadProblem(Exception):
 
 class EngineLike(Protocol):
     """What the socket side needs of an engine. All but `load` and `run` may be called from any thread
-    and return at once."""
+    and return at once.
+
+    A call may come while the caller of `reply` or `reply_all` holds the engine's own lock: the socket
+    side never calls the engine from within them.
+    """
+
+    #: Set by the socket side before `load`; callable from any thread, never blocks. To be called
+    #: when `free_rows` goes from 0 to more while there is no answer to carry it.
+    on_relief: Callable[[], None]
+    #: Set likewise. Answers many entries with one frame and one write a connection, sent from the
+    #: calling thread: for the end of a batch. The same as each entry's `reply`, only cheaper.
+    reply_all: Callable[[Sequence[tuple[Entry, wire.Answer]]], None]
 
     def load(
         self, tell: Callable[[wire.FromWorkerControl], None], wait_go: Callable[[], None]

@@ -301,6 +301,41 @@ FromWorkerControl = (
     WorkerHello | Loading | Prepared | WorkerReady | LoadFailed | Pong | Fenced | Drained | Report
 )
 
+# -- spawning: supervisor <-> zygote -------------------------------------------------------------
+
+
+class Spawn(Struct, frozen=True, tag="spawn", tag_field="t"):
+    """Fork a worker. Two descriptors come with the frame's first byte (SCM_RIGHTS): the progress
+    page, and the write end of the pipe that becomes the worker's stdout and stderr."""
+
+    serial: int  # the supervisor's, to tell the answers apart
+    spec: bytes  # a WorkerSpec; only the worker itself decodes it
+
+
+class Spawned(Struct, frozen=True, tag="spawned", tag_field="t"):
+    """The worker is a child of the supervisor by now."""
+
+    serial: int
+    pid: int
+
+
+class SpawnRefused(Struct, frozen=True, tag="spawn-refused", tag_field="t"):
+    """Nothing was started. `text` says why, for the log and the slot's status."""
+
+    serial: int
+    text: str
+
+
+class ZygoteReady(Struct, frozen=True, tag="zygote-ready", tag_field="t"):
+    pid: int
+    python: str = ""
+    torch: str = ""  # its version; "" when it could not be imported
+    problems: tuple[str, ...] = ()  # modules that could not be preloaded, and why
+
+
+ToZygote = Spawn
+FromZygote = ZygoteReady | Spawned | SpawnRefused
+
 #: Exit codes of a worker with a meaning (others are crashes).
 EXIT_CONFIG = 78  # the handler or its files can't be used; restarting would not help (EX_CONFIG)
 EXIT_FENCED = 70  # poisoned CUDA context (EX_SOFTWARE)
@@ -312,9 +347,15 @@ _to_worker = msgpack.Decoder(ToWorker)
 _from_worker = msgpack.Decoder(FromWorker)
 _to_worker_control = msgpack.Decoder(ToWorkerControl)
 _from_worker_control = msgpack.Decoder(FromWorkerControl)
+_to_zygote = msgpack.Decoder(ToZygote)
+_from_zygote = msgpack.Decoder(FromZygote)
+_spec = msgpack.Decoder(WorkerSpec)
 
 encode = _encoder.encode
 decode_to_worker = _to_worker.decode
 decode_from_worker = _from_worker.decode
 decode_to_worker_control = _to_worker_control.decode
 decode_from_worker_control = _from_worker_control.decode
+decode_to_zygote = _to_zygote.decode
+decode_from_zygote = _from_zygote.decode
+decode_spec = _spec.decode
