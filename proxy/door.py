@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 #: Key of the request's id in `request[...]`, set before any handler runs.
 REQUEST_ID = "request_id"
 
-NO_PARAMS: dict[str, Any] = {}
-
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -60,7 +58,7 @@ class Call:
     rows: int = 1
     deadline: float = 0.0  # 0: the model's request timeout from now on
     priority: int = 0  # 1 is highest, 0 the default (ranks as 2)
-    params: dict[str, Any] = NO_PARAMS  # noqa: RUF009 (never changed in place)
+    params: dict[str, Any] = field(default_factory=dict)
     request_id: str = ""
     session: str = ""  # the Gpusup-Session header; sticky canary choice
     leases: Sequence[Lease] = ()
@@ -68,7 +66,7 @@ class Call:
     received: float = 0.0
 
     def input_hash(self, arena: memoryview) -> str:
-        """Names the input across requests, proxies and workers. Reads all of it: not for each one."""
+        """Names the input across proxies and workers. Reads all of it: not for each request."""
         digest = hashlib.blake2b(self.model.encode(), digest_size=16)
         for part in self.parts:
             digest.update(f"\0{part.name}\0{part.datatype}\0{part.shape}\0".encode())
@@ -160,7 +158,8 @@ class Door:
         return time.monotonic() + limit
 
     async def read(self, request: web.Request) -> Body:
-        """The whole body. Raises BodyTooLarge, BodyTimeout, BrokenBody, UnsupportedMedia, ArenaFull.
+        """The whole body. Raises BodyTooLarge, BodyTimeout, BrokenBody, UnsupportedMedia, or
+        ArenaFull.
 
         The caller releases it, on every path.
         """

@@ -142,7 +142,7 @@ class NotImplementedHere(ProxyError):
     close = True
 
 
-# -- the service ------------------------------------------------------------------------------------
+# -- the service ----------------------------------------------------------------------------------
 
 
 class QueueFull(ProxyError):
