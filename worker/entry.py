@@ -55,8 +55,8 @@ class EngineLike(Protocol):
     """What the socket side needs of an engine. All but `load` and `run` may be called from any thread
     and return at once.
 
-    A call may come while the caller of `reply` or `reply_all` holds the engine's own lock: the socket
-    side never calls the engine from within them.
+    `reply` and `on_relief` never call back into the engine, so a lock may be held around them;
+    `reply_all` asks `load_now`, so a lock that `load_now` takes must not be held around it.
     """
 
     #: Set by the socket side before `load`; callable from any thread, never blocks. To be called
