@@ -1,0 +1,153 @@
+"""Does a worker's resting memory grow with the requests it serves, or with each reload? Pure.
+
+Allocated bytes are noted with the number of requests served so far; of every stretch of requests
+only the lowest reading counts, since that is the one nearest to rest. A line through those lows
+has a slope with an uncertainty. It is a leak only where even the careful reading of the slope is
+above the limit, over the whole window and over its later half too: memory that a cache takes
+while it fills, or a step at the first big request, is no leak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpusup.conf.units import format_size
+
+#: Student's t for a two-sided 95 % interval, by degrees of freedom; beyond the table 2.0 will do.
+_T95: Final = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slope:
+    """Bytes per request (or per reload); `low`..`high` holds it with 95 % confidence."""
+
+    value: float
+    low: float
+    high: float
+    points: int
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Slope | None:
+    """Least squares through (requests, bytes). None with fewer than 3 points or no spread."""
+    n = len(points)
+    if n < 3:
+        return None
+    mean_x = sum(x for x, _ in points) / n
+    mean_y = sum(y for _, y in points) / n
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    if spread <= 0:
+        return None
+    value = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    rest = sum((y - mean_y - value * (x - mean_x)) ** 2 for x, y in points)
+    freedom = n - 2
+    t = _T95[freedom] if freedom < len(_T95) else 2.0
+    margin = t * math.sqrt(rest / freedom / spread)
+    return Slope(value=value, low=value - margin, high=value + margin, points=n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """The evidence. `per_thousand`: bytes per thousand requests, the best estimate."""
+
+    per_thousand: float
+    low: float
+    limit: float
+    requests: int
+    grown: int
+    text: str
+
+
+class LeakWatch:
+    """One worker. Time is counted in requests, so a quiet night proves nothing either way."""
+
+    def __init__(self, slope_limit: int, *, stretch: int = 50, window: int = 40) -> None:
+        """`slope_limit`: bytes per thousand requests. `stretch`: requests to one point."""
+        self.slope_limit = slope_limit
+        self.stretch = stretch
+        self._lows: deque[tuple[float, float]] = deque(maxlen=window)
+        self._bin = -1
+        self._low = (0.0, math.inf)
+
+    def note(self, requests: int, allocated: int) -> None:
+        """`requests`: served since the worker's start. `allocated`: bytes now."""
+        position = requests // self.stretch
+        if position != self._bin:
+            if self._bin >= 0 and self._low[1] < math.inf:
+                self._lows.append(self._low)
+            self._bin = position
+            self._low = (float(requests), float(allocated))
+        elif allocated < self._low[1]:
+            self._low = (float(requests), float(allocated))
+
+    def slope(self) -> Slope | None:
+        """Bytes per request; None until there are enough points."""
+        return fit(self._lows) if len(self._lows) >= 8 else None
+
+    def per_thousand(self) -> float | None:
+        slope = self.slope()
+        return None if slope is None else slope.value * 1000
+
+    def leak(self) -> Leak | None:
+        """The alarm, or None."""
+        whole = self.slope()
+        later = fit(list(self._lows)[len(self._lows) // 2 :])
+        if whole is None or later is None:
+            return None
+        low = min(whole.low, later.low) * 1000
+        if low <= self.slope_limit:
+            return None
+        first, last = self._lows[0], self._lows[-1]
+        requests, grown = int(last[0] - first[0]), int(last[1] - first[1])
+        per_thousand = whole.value * 1000
+        return Leak(
+            per_thousand=per_thousand,
+            low=low,
+            limit=self.slope_limit,
+            requests=requests,
+            grown=grown,
+            text=(
+                f"resting memory grew by {format_size(grown)} over {requests} requests: "
+                f"{format_size(round(per_thousand))} per thousand (at least "
+                f"{format_size(round(low))}), the limit is {format_size(self.slope_limit)}"
+            ),
+        )
+
+
+class ReloadWatch:
+    """One model version on one device: does each load leave the device fuller than the one before?
+
+    Fed with what is taken on the *idle* device after each release (or with the static use of each
+    new worker): neither may depend on how often it happened.
+    """
+
+    def __init__(self, slope_limit: int, *, window: int = 20) -> None:
+        """`slope_limit`: bytes per reload."""
+        self.slope_limit = slope_limit
+        self._readings: deque[tuple[float, float]] = deque(maxlen=window)
+        self._count = 0
+
+    def note(self, resting: int) -> None:
+        self._readings.append((float(self._count), float(resting)))
+        self._count += 1
+
+    def leak(self) -> Leak | None:
+        slope = fit(self._readings) if len(self._readings) >= 4 else None
+        if slope is None or slope.low <= self.slope_limit:
+            return None
+        grown = int(self._readings[-1][1] - self._readings[0][1])
+        return Leak(
+            per_thousand=slope.value * 1000,
+            low=slope.low * 1000,
+            limit=self.slope_limit * 1000,
+            requests=0,
+            grown=grown,
+            text=(
+                f"resting memory grew by {format_size(grown)} over {len(self._readings)} loads: "
+                f"{format_size(round(slope.value))} per load, "
+                f"the limit is {format_size(self.slope_limit)}"
+            ),
+        )
