@@ -84,6 +84,4 @@ class Tell:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Action = (
-    Launch | Signal | SendGo | SendDrain | Reclaim | Publish | Persist | RunCheck | Tell
-)
+Action = Launch | Signal | SendGo | SendDrain | Reclaim | Publish | Persist | RunCheck | Tell

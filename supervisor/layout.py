@@ -38,10 +38,14 @@ def lay_out(config: Config, devices: Mapping[str, DevicePlace], fits: Fits) -> l
     for device in devices.values():
         here: list[tuple[str, bool]] = []
         wanted = [
-            (name, model) for name, model in config.models.items() if _runs_on(model, device, devices)
+            (name, model)
+            for name, model in config.models.items()
+            if _runs_on(model, device, devices)
         ]
         for name, model in wanted:
-            count = fits(name, model, device, len(wanted)) if model.workers == "auto" else model.workers
+            count = (
+                fits(name, model, device, len(wanted)) if model.workers == "auto" else model.workers
+            )
             here += [(name, False)] * count
         for name, model in config.models.items():
             falls_back = any(d.step == "cpu_fallback" for d in model.degrade)
@@ -53,9 +57,7 @@ def lay_out(config: Config, devices: Mapping[str, DevicePlace], fits: Fits) -> l
     return places
 
 
-def _runs_on(
-    model: ModelConfig, device: DevicePlace, devices: Mapping[str, DevicePlace]
-) -> bool:
+def _runs_on(model: ModelConfig, device: DevicePlace, devices: Mapping[str, DevicePlace]) -> bool:
     if model.devices != "all":
         return device.name in model.devices or (bool(device.uuid) and device.uuid in model.devices)
     # "all" means the GPUs where there are any: a CPU beside them is only a fallback.

@@ -187,7 +187,9 @@ class Life:
                 self._ready(event.info, now)
                 return []
             case ev.LoadFailed():
-                self._verdict = Outcome(_LOAD_CAUSES.get(event.cause, Cause.LOAD_FAILED), event.text)
+                self._verdict = Outcome(
+                    _LOAD_CAUSES.get(event.cause, Cause.LOAD_FAILED), event.text
+                )
                 return []
             case ev.WorkerReported():
                 self.memory = event.memory

@@ -134,12 +134,13 @@ class Slot:
         self.successor_outcome = None
         return [self._launch(self.successor, held_context=held_context)]
 
-    def succeed(self) -> None:
-        """The old worker is gone: the successor is the slot's worker from now on."""
+    def succeed(self) -> Life | None:
+        """The old worker is gone: the successor, if it lives, is the slot's worker from now on."""
         assert self.worker is None
         self.worker, self.successor = self.successor, None
         if self.worker is not None:
             self.wanted = self.worker.assignment
+        return self.worker
 
     def _life(self, assignment: Assignment, now: float, *, held: bool) -> Life:
         self.generation += 1

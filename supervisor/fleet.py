@@ -1,0 +1,446 @@
+"""All slots, models, devices and changes of the box: events in, actions out. Pure.
+
+The one place where decisions across slots are made: who may start where, what a device's fault
+means for its slots, which model is asked to leave for which. Changes (rollout.py) are driven from
+here, after every event.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpusup.conf.schema import Config, ModelConfig
+
+from . import events as ev
+from .actions import Action, Assignment, Persist, Publish, Tell
+from .backoff import COUNTED, Cause
+from .layout import DevicePlace, Fits, SlotPlace, lay_out
+from .life import ROUTED, Life, Outcome, State
+from .rollout import Change
+from .slot import Slot, Standing
+
+#: A pause of the run loop longer than this means that the supervisor itself was stopped.
+PAUSE_S: Final = 1.0
+CHANGES_KEPT: Final = 200
+
+
+class Refused(Exception):
+    """An operator's wish that can't be granted. `kind`: not_found, conflict, invalid."""
+
+    def __init__(self, kind: str, text: str, change: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.change = change
+
+
+@dataclass(slots=True)
+class Device:
+    place: DevicePlace
+    total: int
+    free: int = -1  # -1: not known yet
+    known: bool = False
+    lost: str = ""
+    fault: str = ""
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    current: Assignment
+    previous: Assignment | None = None
+    canary: Assignment | None = None
+    canary_share: float = 0.0
+    loaded: bool = True
+    last_used: float = 0.0
+    failed: str = ""
+    created: int = 0
+    evicted_for: str = ""
+    deaths: dict[str, float] = field(default_factory=dict)  # device -> last give-up there
+
+
+class Fleet:
+    def __init__(
+        self,
+        config: Config,
+        devices: Mapping[str, DevicePlace],
+        *,
+        fits: Fits,
+        size_of: Callable[[Assignment], int],
+        rng: random.Random,
+        now: float,
+    ) -> None:
+        self.config = config
+        self.devices = {name: Device(place, place.total) for name, place in devices.items()}
+        self.models: dict[str, ModelRecord] = {}
+        self.slots: dict[str, Slot] = {}
+        self.changes: dict[str, Change] = {}
+        self.learned: dict[tuple[str, str, str], int] = {}  # model, version, device kind -> bytes
+        self.stopping = False
+        self._fits = fits
+        self._size_of = size_of
+        self._rng = rng
+        self._serial = 0
+        self._last_tick = now
+        self._seen: object = None
+        self._evictions: list[tuple[str, str]] = []
+        for name, model in config.models.items():
+            self._add_model(name, model, now)
+        for place in lay_out(config, devices, fits):
+            self._add_slot(place)
+
+    # -- looking things up ------------------------------------------------------------------------
+
+    def slot(self, name: str) -> Slot:
+        if name not in self.slots:
+            raise Refused("not_found", f"no slot {name!r}; there are {', '.join(self.slots)}")
+        return self.slots[name]
+
+    def targets(self, name: str) -> list[Slot]:
+        """A slot, or all slots of a device."""
+        if name in self.slots:
+            return [self.slots[name]]
+        found = [slot for slot in self.slots.values() if slot.device == name]
+        return found or [self.slot(name)]
+
+    def model(self, name: str) -> ModelRecord:
+        if name not in self.models:
+            raise Refused("not_found", f"no model {name!r}; there are {', '.join(self.models)}")
+        return self.models[name]
+
+    def slots_of(self, model: str, *, fallback: bool | None = None) -> list[Slot]:
+        return [
+            s
+            for s in self.slots.values()
+            if s.model == model and (fallback is None or s.fallback is fallback)
+        ]
+
+    def lives(self) -> Iterable[Life]:
+        for slot in self.slots.values():
+            yield from slot.lives()
+
+    def life(self, slot: str, generation: int) -> Life | None:
+        lives = self.slots[slot].lives() if slot in self.slots else []
+        return next((life for life in lives if life.generation == generation), None)
+
+    def ready_workers(self, model: str, *, but: str = "") -> int:
+        return sum(
+            slot.name != but and slot.standing is Standing.SCHEDULABLE and slot.is_ready()
+            for slot in self.slots_of(model, fallback=False)
+        )
+
+    def active_change(self, model: str) -> Change | None:
+        return next((c for c in self.changes.values() if c.is_active() and c.model == model), None)
+
+    def need(self, assignment: Assignment, device: str) -> int:
+        """Bytes a worker will take at rest there: measured, declared, or guessed from the file."""
+        kind = self.devices[device].place.kind
+        learned = self.learned.get((assignment.model, assignment.version, kind))
+        return learned or assignment.config.static or self._size_of(assignment)
+
+    def room(self, device: str) -> int | None:
+        """Bytes free there, less what starting workers will still take. None: can't be told."""
+        d = self.devices[device]
+        if not d.known:
+            return None
+        coming = 0
+        for life in self.lives():
+            young = life.state in (State.SPAWNED, State.LOADING, State.WARMING)
+            if life.device == device and young and not life.held:
+                coming += max(0, self.need(life.assignment, device) - life.memory.allocated)
+        return d.free - coming
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        actions: list[Action] = []
+        match event:
+            case ev.DeviceSampled():
+                self._device_sampled(event)
+            case ev.DeviceFaulted():
+                actions += self._device_faulted(event, now)
+            case ev.ModelUsed():
+                for name in event.models:
+                    if name in self.models:
+                        self.models[name].last_used = now
+            case ev.ModelWanted():
+                actions += self._model_wanted(event.model, now)
+            case ev.CheckDone():
+                if change := self.changes.get(event.change):
+                    change.check_done(event.problem, now)
+            case ev.ConfigRead():
+                raise AssertionError("read by reconfigure.py")
+            case ev.Ticked():
+                actions += self._tick(now)
+            case _:
+                actions += self._worker_event(event, now)
+        return actions + self.advance(now)
+
+    def advance(self, now: float) -> list[Action]:
+        """Let changes and slots take their next steps; note whether the outside must be told."""
+        actions: list[Action] = []
+        for change in [c for c in self.changes.values() if c.is_active()]:
+            actions += change.advance(now)
+        if not self.stopping:
+            for slot in self.slots.values():
+                if slot.may_start(now) and self._has_room(slot, now):
+                    actions += slot.start(now)
+            for leaver, comer in self._evictions:
+                actions += self.unload(leaver, now, f"makes room for {comer}")
+            self._evictions.clear()
+        seen = self._visible(now)
+        if seen != self._seen:
+            self._seen = seen
+            actions.append(Publish())
+        return actions
+
+    def start_change(self, change: Change, now: float) -> list[Action]:
+        """Number it and set it going. Refused if another one is at work on the same model."""
+        if change.model and (other := self.active_change(change.model)):
+            raise Refused(
+                "conflict",
+                f"change {other.id} ({other.kind}) is at work on {change.model}",
+                other.id,
+            )
+        self._serial += 1
+        change.id = str(self._serial)
+        change.started = now
+        self.changes[change.id] = change
+        while len(self.changes) > CHANGES_KEPT:
+            oldest = next(iter(self.changes))
+            if self.changes[oldest].is_active():
+                break
+            del self.changes[oldest]
+        return self.advance(now)
+
+    def next_serial(self, at_least: int) -> None:
+        self._serial = max(self._serial, at_least)
+
+    def stop(self, now: float, limit_s: float) -> list[Action]:
+        """Drain everything; nothing is started any more."""
+        self.stopping = True
+        actions: list[Action] = []
+        for slot in self.slots.values():
+            for life in slot.lives():
+                actions += life.drain(now, "stop", limit_s)
+        return actions + self.advance(now)
+
+    def kill_all(self, now: float) -> list[Action]:
+        self.stopping = True
+        actions: list[Action] = []
+        for life in self.lives():
+            actions += life.kill(now, Outcome(Cause.REQUESTED, "forced stop"))
+        return actions
+
+    def is_empty(self) -> bool:
+        """Nothing left but what can't be killed."""
+        return all(life.state is State.UNKILLABLE or life.exited for life in self.lives())
+
+    # -- models and slots come and go -------------------------------------------------------------
+
+    def _add_model(self, name: str, config: ModelConfig, now: float) -> None:
+        assignment = Assignment(model=name, version=config.version, config=config)
+        self.models[name] = ModelRecord(assignment, loaded=not config.on_demand, last_used=now)
+
+    def _add_slot(self, place: SlotPlace) -> None:
+        slot = Slot(
+            place.name,
+            place.device,
+            place.model,
+            self.config.supervision,
+            self._rng,
+            fallback=place.fallback,
+        )
+        record = self.models[place.model]
+        slot.wanted = record.current if record.loaded else None
+        self.slots[place.name] = slot
+
+    def set_loaded(self, model: str, loaded: bool, now: float) -> None:
+        record = self.models[model]
+        record.loaded = loaded
+        record.last_used = now
+        if loaded:
+            record.evicted_for = ""
+        for slot in self.slots_of(model):
+            slot.wanted = record.current if loaded else None
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _worker_event(self, event: ev.WorkerEvents, now: float) -> list[Action]:
+        slot = self.slots.get(event.slot)
+        if slot is None:
+            return []
+        failed_before = slot.failed
+        life = self.life(event.slot, event.generation)
+        actions = slot.handle(event, now)
+        if isinstance(event, ev.WorkerBecameReady) and life is not None:
+            m = event.info.memory
+            kind = self.devices[slot.device].place.kind
+            key = (life.assignment.model, life.assignment.version, kind)
+            self.learned[key] = m.static + m.context
+            self.models[life.assignment.model].failed = ""
+        if slot.failed and not failed_before:
+            actions += self._gave_up(slot, now)
+        return actions
+
+    def _gave_up(self, slot: Slot, now: float) -> list[Action]:
+        """The same model on two devices: the model. Several models on one device: the device."""
+        text = f"{slot.name}: {slot.failed}"
+        actions: list[Action] = [Tell(kind="gave-up", text=text, level="error")]
+        record = self.models[slot.model]
+        record.deaths[slot.device] = now
+        window = self.config.supervision.backoff.window
+        fresh = [d for d, at in record.deaths.items() if now - at <= window]
+        if len(fresh) >= 2 and slot.last_cause in COUNTED and not record.failed:
+            record.failed = f"it failed on {' and '.join(sorted(fresh))}: {slot.failed}"
+            for other in self.slots_of(slot.model):
+                if not other.failed and other.worker is None:
+                    other.failed = record.failed
+            actions.append(Tell(kind="model-failed", text=record.failed, level="error"))
+        here: dict[str, str] = defaultdict(str)
+        for other in self.slots.values():
+            if other.device == slot.device and other.failed and other.last_cause in COUNTED:
+                here[other.model] = other.failed
+        if len(here) >= 2 and not record.failed:
+            why = f"{len(here)} models failed on {slot.device}: {', '.join(sorted(here))}"
+            for other in self.slots.values():
+                if other.device == slot.device:
+                    actions += other.stand(Standing.QUARANTINED, now, "gpusup", why)
+        return actions
+
+    def _device_sampled(self, event: ev.DeviceSampled) -> None:
+        if device := self.devices.get(event.device):
+            device.known = event.known
+            if event.known:
+                device.total, device.free = event.total, event.free
+
+    def _device_faulted(self, event: ev.DeviceFaulted, now: float) -> list[Action]:
+        device = self.devices.get(event.device)
+        if device is None:
+            return []
+        actions: list[Action] = [
+            Tell(kind="device", text=f"{event.device}: {event.text}", level="warning")
+        ]
+        here = [slot for slot in self.slots.values() if slot.device == event.device]
+        match event.action:
+            case "none":
+                return actions
+            case "restart":
+                for slot in here:
+                    for life in slot.lives():
+                        actions += life.kill(now, Outcome(Cause.GPU, event.text), dump=True)
+            case "reset" | "node" | "retire":
+                device.fault = event.text
+                for slot in here:
+                    actions += slot.stand(Standing.QUARANTINED, now, "gpusup", event.text)
+                    for life in slot.lives():
+                        actions += life.kill(now, Outcome(Cause.GPU, event.text))
+            case "lost":
+                device.lost = event.text
+                for slot in here:
+                    if slot.standing is Standing.SCHEDULABLE:
+                        actions += slot.stand(Standing.LOST, now, "gpusup", event.text)
+                    for life in slot.lives():
+                        actions += life.kill(now, Outcome(Cause.GPU, event.text))
+            case "back":
+                device.lost = ""
+                for slot in here:
+                    if slot.standing is Standing.LOST:
+                        slot.retry_at = now
+                        actions += slot.uncordon(now)
+        return actions
+
+    def _tick(self, now: float) -> list[Action]:
+        pause = now - self._last_tick
+        self._last_tick = now
+        actions: list[Action] = []
+        if pause > PAUSE_S:
+            for life in self.lives():
+                life.postpone(pause, now)
+            actions.append(
+                Tell(
+                    kind="pause",
+                    text=f"the supervisor was stopped for {pause:.1f} s",
+                    level="warning",
+                )
+            )
+            return actions
+        for slot in self.slots.values():
+            failed_before = slot.failed
+            actions += slot.tick(now)
+            if slot.failed and not failed_before:
+                actions += self._gave_up(slot, now)
+        for name, record in self.models.items():
+            idle = record.current.config.idle_unload
+            quiet = idle > 0 and now - record.last_used >= idle
+            if quiet and record.loaded and not self.active_change(name) and not self.stopping:
+                actions += self.unload(name, now, f"idle for {idle:g} s")
+        return actions
+
+    # -- on demand --------------------------------------------------------------------------------
+
+    def _model_wanted(self, name: str, now: float) -> list[Action]:
+        record = self.models.get(name)
+        if record is None or record.loaded or not record.current.config.on_demand:
+            return []
+        self.set_loaded(name, True, now)
+        return [Tell(kind="load", text=f"{name}: loaded on demand"), Persist()]
+
+    def unload(self, name: str, now: float, why: str) -> list[Action]:
+        self.set_loaded(name, False, now)
+        actions: list[Action] = [Tell(kind="unload", text=f"{name}: {why}"), Persist()]
+        for slot in self.slots_of(name):
+            for life in slot.lives():
+                actions += life.drain(now, why)
+        return actions
+
+    def _has_room(self, slot: Slot, now: float) -> bool:
+        """Where memory is known and too little, wait; if somebody idle can leave, ask the idlest."""
+        assert slot.wanted is not None
+        room = self.room(slot.device)
+        need = self.need(slot.wanted, slot.device)
+        if room is None or need <= room:
+            slot.waiting_for = ""
+            return True
+        slot.waiting_for = f"{need} bytes of {slot.device}, {max(0, room)} are free"
+        leaving = any(
+            life.device == slot.device and life.state not in (State.READY, State.HELD)
+            for life in self.lives()
+        )
+        idle = sorted(
+            (record.last_used, name)
+            for name, record in self.models.items()
+            if name != slot.model
+            and record.loaded
+            and record.current.config.on_demand
+            and any(s.device == slot.device and s.worker for s in self.slots_of(name))
+        )
+        if not leaving and idle and self.models[slot.model].last_used >= idle[0][0]:
+            self._evictions.append((idle[0][1], slot.model))
+        return False
+
+    # -- how it looks from outside ----------------------------------------------------------------
+
+    def _visible(self, now: float) -> object:
+        """Whatever proxies can see. Compared, so that they are told when and only when it changes."""
+        routes = tuple(
+            (slot.name, life.generation, life.state, slot.standing, life.assignment.version)
+            for slot in self.slots.values()
+            for life in slot.lives()
+            if life.state in ROUTED
+        )
+        models = tuple(
+            (
+                n,
+                r.current.version,
+                r.canary and r.canary.version,
+                r.canary_share,
+                r.loaded,
+                r.failed,
+            )
+            for n, r in self.models.items()
+        )
+        states = tuple((slot.state(now), slot.reserved_by) for slot in self.slots.values())
+        return routes, models, states, self.stopping, tuple(d.lost for d in self.devices.values())
