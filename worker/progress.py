@@ -80,22 +80,35 @@ class Writer:
             self._load_steps += 1
             self._write()
 
-    def start(self, budget_s: float, executing: Sequence[tuple[int, int]]) -> None:
-        """A batch begins; `executing` is all that runs now, as (connection, item id)."""
+    def start(
+        self, budget_s: float, executing: Sequence[tuple[int, int]], *, began: float = 0.0
+    ) -> None:
+        """A batch begins; `executing` is all that runs now, as (connection, item id).
+
+        `began`: if an older one still runs and is nearer to its budget, when that one began.
+        """
         with self._lock:
             self._table(executing)
             self._started += 1
-            self._batch_started = time.monotonic()
+            self._batch_started = began or time.monotonic()
             self._budget = budget_s
             self._write()
 
-    def finish(self, executing: Sequence[tuple[int, int]] = ()) -> None:
-        """A batch is through, with or without success; `executing` still runs."""
+    def finish(
+        self,
+        executing: Sequence[tuple[int, int]] = (),
+        *,
+        began: float = 0.0,
+        budget_s: float = 0.0,
+    ) -> None:
+        """A batch is through, with or without success; `executing` still runs, since `began`
+        and within `budget_s` (both 0: since now, and within what the last one had)."""
         with self._lock:
             self._done += 1
             now = time.monotonic()
             # With a second batch in the pipeline the clock starts again for that one.
-            self._batch_started = now if executing else 0.0
+            self._batch_started = began or (now if executing else 0.0)
+            self._budget = budget_s or self._budget
             self._last_ok = now
             self._write()
             self._table(executing)
