@@ -141,11 +141,12 @@ def test_bfloat16_rounds_to_nearest_even_and_echoes_exactly() -> None:
 
 
 def test_an_empty_tensor_keeps_its_shape() -> None:
-    for filling in (
+    fillings: list[dict[str, Any]] = [
         {"parameters": {"binary_data_size": 0}},
         {"parameters": {"binary_data_size": 0}, "data": None},
         {"data": []},
-    ):
+    ]
+    for filling in fillings:
         document = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [0, 3], **filling}]}
         request = decode(document, inputs=[spec(shape=(3,))])
         assert (request.rows, request.parts[0].shape) == (0, (0, 3))
