@@ -98,11 +98,12 @@ class MemoryReturned(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSampled:
-    """Bytes. `free` already excludes the other processes on the device."""
+    """Bytes in use on the device, and how many of them by our workers."""
 
     device: str
     total: int
-    free: int
+    used: int
+    ours: int
     known: bool = True
 
 

@@ -18,6 +18,7 @@ from gpusup.conf.schema import Config, ModelConfig
 from . import events as ev
 from .actions import Action, Assignment, Persist, Publish, Tell
 from .backoff import COUNTED, Cause
+from .books import Books
 from .layout import DevicePlace, Fits, SlotPlace, lay_out
 from .life import ROUTED, Life, Outcome, State
 from .rollout import Change
@@ -35,16 +36,6 @@ class Refused(Exception):
         super().__init__(text)
         self.kind = kind
         self.change = change
-
-
-@dataclass(slots=True)
-class Device:
-    place: DevicePlace
-    total: int
-    free: int = -1  # -1: not known yet
-    known: bool = False
-    lost: str = ""
-    fault: str = ""
 
 
 @dataclass(slots=True)
@@ -68,19 +59,18 @@ class Fleet:
         devices: Mapping[str, DevicePlace],
         *,
         fits: Fits,
-        size_of: Callable[[Assignment], int],
+        size_of: Callable[[Assignment, str], int],
         rng: random.Random,
         now: float,
     ) -> None:
         self.config = config
-        self.devices = {name: Device(place, place.total) for name, place in devices.items()}
+        self.books = Books(config, devices, size_of)
+        self.devices = self.books.devices
         self.models: dict[str, ModelRecord] = {}
         self.slots: dict[str, Slot] = {}
         self.changes: dict[str, Change] = {}
-        self.learned: dict[tuple[str, str, str], int] = {}  # model, version, device kind -> bytes
         self.stopping = False
         self._fits = fits
-        self._size_of = size_of
         self._rng = rng
         self._serial = 0
         self._last_tick = now
@@ -134,31 +124,16 @@ class Fleet:
     def active_change(self, model: str) -> Change | None:
         return next((c for c in self.changes.values() if c.is_active() and c.model == model), None)
 
-    def need(self, assignment: Assignment, device: str) -> int:
-        """Bytes a worker will take at rest there: measured, declared, or guessed from the file."""
-        kind = self.devices[device].place.kind
-        learned = self.learned.get((assignment.model, assignment.version, kind))
-        return learned or assignment.config.static or self._size_of(assignment)
-
-    def room(self, device: str) -> int | None:
-        """Bytes free there, less what starting workers will still take. None: can't be told."""
-        d = self.devices[device]
-        if not d.known:
-            return None
-        coming = 0
-        for life in self.lives():
-            young = life.state in (State.SPAWNED, State.LOADING, State.WARMING)
-            if life.device == device and young and not life.held:
-                coming += max(0, self.need(life.assignment, device) - life.memory.allocated)
-        return d.free - coming
-
     # -- events -----------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         actions: list[Action] = []
         match event:
+            case ev.DeviceSampled() if event.device in self.devices and event.known:
+                self.books.sampled(event.device, event.total, event.used, event.ours)
             case ev.DeviceSampled():
-                self._device_sampled(event)
+                if event.device in self.devices:
+                    self.books.unknown(event.device)
             case ev.DeviceFaulted():
                 actions += self._device_faulted(event, now)
             case ev.ModelUsed():
@@ -185,11 +160,12 @@ class Fleet:
             actions += change.advance(now)
         if not self.stopping:
             for slot in self.slots.values():
-                if slot.may_start(now) and self._has_room(slot, now):
+                if slot.may_start(now) and self._has_room(slot):
                     actions += slot.start(now)
             for leaver, comer in self._evictions:
                 actions += self.unload(leaver, now, f"makes room for {comer}")
             self._evictions.clear()
+        self.books.sync(self.lives())
         seen = self._visible(now)
         if seen != self._seen:
             self._seen = seen
@@ -276,10 +252,7 @@ class Fleet:
         life = self.life(event.slot, event.generation)
         actions = slot.handle(event, now)
         if isinstance(event, ev.WorkerBecameReady) and life is not None:
-            m = event.info.memory
-            kind = self.devices[slot.device].place.kind
-            key = (life.assignment.model, life.assignment.version, kind)
-            self.learned[key] = m.static + m.context
+            self.books.learn(life)
             self.models[life.assignment.model].failed = ""
         if slot.failed and not failed_before:
             actions += self._gave_up(slot, now)
@@ -309,12 +282,6 @@ class Fleet:
                 if other.device == slot.device:
                     actions += other.stand(Standing.QUARANTINED, now, "gpusup", why)
         return actions
-
-    def _device_sampled(self, event: ev.DeviceSampled) -> None:
-        if device := self.devices.get(event.device):
-            device.known = event.known
-            if event.known:
-                device.total, device.free = event.total, event.free
 
     def _device_faulted(self, event: ev.DeviceFaulted, now: float) -> list[Action]:
         device = self.devices.get(event.device)
@@ -396,15 +363,12 @@ class Fleet:
                 actions += life.drain(now, why)
         return actions
 
-    def _has_room(self, slot: Slot, now: float) -> bool:
-        """Where memory is known and too little, wait; if somebody idle can leave, ask the idlest."""
+    def _has_room(self, slot: Slot) -> bool:
+        """Where memory is known and too little, wait; if somebody idle can leave, ask them to."""
         assert slot.wanted is not None
-        room = self.room(slot.device)
-        need = self.need(slot.wanted, slot.device)
-        if room is None or need <= room:
-            slot.waiting_for = ""
+        slot.waiting_for = self.books.shortage(slot.wanted, slot.device)
+        if not slot.waiting_for:
             return True
-        slot.waiting_for = f"{need} bytes of {slot.device}, {max(0, room)} are free"
         leaving = any(
             life.device == slot.device and life.state not in (State.READY, State.HELD)
             for life in self.lives()
@@ -424,7 +388,7 @@ class Fleet:
     # -- how it looks from outside ----------------------------------------------------------------
 
     def _visible(self, now: float) -> object:
-        """Whatever proxies can see. Compared, so that they are told when and only when it changes."""
+        """Whatever proxies can see; compared, so that they are told when it changes."""
         routes = tuple(
             (slot.name, life.generation, life.state, slot.standing, life.assignment.version)
             for slot in self.slots.values()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .actions import Action, Assignment, Persist, RunCheck, Tell
 from .backoff import Cause
+from .books import CONTEXT_BYTES
 from .life import Outcome, State
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 Strategy = Literal["auto", "surge", "in-place"]
 #: "waiting" is a canary that waits for promote or rollback.
 ChangeState = Literal["running", "waiting", "done", "failed", "rolled-back", "aborted"]
-
-#: What a successor needs on the device while it only prepares: a CUDA context (DESIGN 6).
-CONTEXT_BYTES: Final = 640 * 2**20
 
 
 class Step(NamedTuple):
@@ -260,7 +258,7 @@ class Swap(Change):
             self.stage = Stage.SURGE
             return actions + slot.start_successor(self.new, now, held=False)
         self.stage = Stage.PREPARE
-        room = self.fleet.room(slot.device)
+        room = self.fleet.books.room(slot.device)
         on_gpu = self.fleet.devices[slot.device].place.kind == "cuda"
         context = not on_gpu or room is None or room >= CONTEXT_BYTES
         return actions + slot.start_successor(self.new, now, held=True, held_context=context)
@@ -269,16 +267,15 @@ class Swap(Change):
         """How this slot is to be swapped, with the arithmetic."""
         if self.strategy != "auto":
             return self.strategy, "as asked"
-        room = self.fleet.room(slot.device)
+        room = self.fleet.books.room(slot.device)
         if room is None:
             return "in-place", f"memory of {slot.device} is not known"
-        need = self.fleet.need(self.new, slot.device)
-        worker = slot.worker
-        growth = max((worker.peaks.values()), default=0) if worker is not None else 0
-        growth += max(self.new.config.peak, growth)
-        safety = min(self.fleet.config.devices.safety, self.fleet.devices[slot.device].total // 8)
-        want = need + growth + safety
-        sums = f"needs {need} + {growth} for batches + {safety} safety = {want}, {room} are free"
+        rest, peak = self.fleet.books.need(self.new, slot.device)
+        total = self.fleet.devices[slot.device].total
+        safety = min(self.fleet.config.devices.safety, total // 16)
+        want = rest + peak + safety
+        sums = f"needs {rest} at rest + {peak} for batches + {safety} safety = {want} bytes, "
+        sums += f"{room} are free"
         return ("surge" if want <= room else "in-place"), sums
 
     def _plain(self, slot: Slot, now: float) -> list[Action]:

@@ -234,17 +234,17 @@ def plan(fleet: Fleet, model: str, wish: ReloadWish) -> list[dict[str, Any]]:
     for name in _slots_for(fleet, model, wish.slots):
         slot = fleet.slots[name]
         swap = Swap("reload", model, "", fleet, new=new, strategy=wish.strategy)
+        how: str
+        how, why = "start", f"nothing serves there ({slot.state(0)})"
         if slot.is_ready():
             how, why = swap.choose(slot)
-        else:
-            how, why = "start", f"nothing serves there ({slot.state(0)})"
         lines.append(
             {
                 "slot": name,
                 "strategy": how,
                 "why": why,
-                "need_bytes": fleet.need(new, slot.device),
-                "room_bytes": fleet.room(slot.device),
+                "need_bytes": sum(fleet.books.need(new, slot.device)),
+                "room_bytes": fleet.books.room(slot.device),
             }
         )
     return lines

@@ -1,0 +1,125 @@
+"""The fleet's memory: what workers need, what is free where, and who may take how much. Pure.
+
+Keeps the ledger in step with the workers there are, so that no path has to remember to give
+something back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gpusup.conf.schema import Config
+
+from .actions import Assignment
+from .layout import DevicePlace
+from .ledger import Ledger, OverCommitted
+from .life import Life, State
+
+#: What a successor needs on a GPU while it only prepares: its CUDA context (DESIGN 6).
+CONTEXT_BYTES: Final = 640 * 2**20
+
+
+@dataclass(slots=True)
+class Device:
+    place: DevicePlace
+    total: int
+    known: bool = False
+    lost: str = ""
+    fault: str = ""
+    processes: int = 0
+
+
+class Books:
+    def __init__(
+        self,
+        config: Config,
+        devices: Mapping[str, DevicePlace],
+        size_of: Callable[[Assignment, str], int],
+    ) -> None:
+        """`size_of(assignment, kind)`: bytes a worker will take, guessed before it ever ran."""
+        self.devices = {name: Device(place, place.total) for name, place in devices.items()}
+        self.learned: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self.ledger = Ledger(share=config.watermark.shed)
+        self._size_of = size_of
+        for name, place in devices.items():
+            self.ledger.add_device(name, place.total)
+
+    def need(self, assignment: Assignment, device: str) -> tuple[int, int]:
+        """(at rest, more at the peak of a batch): measured, declared, or guessed from the file."""
+        kind = self.devices[device].place.kind
+        learned = self.learned.get((assignment.model, assignment.version, kind))
+        if learned:
+            return learned
+        rest = assignment.config.static or self._size_of(assignment, kind)
+        return rest, assignment.config.peak
+
+    def learn(self, life: Life) -> None:
+        """A worker is ready: it has measured itself."""
+        if life.info is None:
+            return
+        memory = life.info.memory
+        kind = self.devices[life.device].place.kind
+        key = (life.assignment.model, life.assignment.version, kind)
+        peak = max([*life.peaks.values(), life.assignment.config.peak])
+        self.learned[key] = (memory.static + memory.context, peak)
+        self.ledger.settle(life.slot, life.generation, *self.learned[key])
+
+    def sampled(self, device: str, total: int, used: int, ours: int) -> None:
+        self.devices[device].total = total
+        self.devices[device].known = True
+        self.ledger.add_device(device, total)
+        self.ledger.sample(device, used, ours)
+
+    def unknown(self, device: str) -> None:
+        self.devices[device].known = False
+
+    def room(self, device: str) -> int | None:
+        """Bytes that could still be promised there. None: can't be told."""
+        return self.ledger.free(device) if self.devices[device].known else None
+
+    def shortage(self, assignment: Assignment, device: str) -> str:
+        """ "" if a worker may start there, else what is missing, with both numbers."""
+        room = self.room(device)
+        rest, peak = self.need(assignment, device)
+        if room is None or rest + peak <= room:
+            return ""
+        return f"wants {rest + peak} bytes of {device}, {room} are free"
+
+    def sync(self, lives: Iterable[Life]) -> None:
+        """Enter who came, forget who is gone."""
+        present = set()
+        for life in lives:
+            if life.state is State.GONE:
+                continue
+            present.add((life.slot, life.generation))
+            held = self.ledger.holding(life.slot, life.generation)
+            if held is not None and (held.settled or life.held or held.static > CONTEXT_BYTES):
+                continue
+            rest, peak = self.need(life.assignment, life.device)
+            if life.held:
+                on_gpu = self.devices[life.device].place.kind == "cuda"
+                rest, peak = (CONTEXT_BYTES if on_gpu else 0), 0
+            try:
+                self.ledger.reserve(life.device, life.slot, life.generation, rest, peak)
+            except OverCommitted:
+                # It runs whether it fits or not (an in-place swap): enter what can be entered.
+                free = self.ledger.free(life.device)
+                self.ledger.reserve(life.device, life.slot, life.generation, min(rest, free), 0)
+        for device in self.devices:
+            for holding in self.ledger.holders(device):
+                if (holding.slot, holding.generation) not in present:
+                    self.ledger.release(holding.slot, holding.generation)
+
+    def cap(self, life: Life, slots_here: int, *, surge: bool) -> int:
+        """Bytes the worker may take at most, so that its excess is its own. 0: no cap."""
+        device = self.devices[life.device]
+        if not device.total:
+            return 0
+        fair = int(self.ledger.share * device.total) // max(1, slots_here)
+        if not surge:
+            return fair
+        room = self.room(life.device)
+        rest, peak = self.need(life.assignment, life.device)
+        return max(rest + peak, room if room is not None else 0)
