@@ -1,6 +1,6 @@
 """Carries out the fleet's actions and brings the results back as events.
 
-All changes go through `post` and `act`, one at a time, on one thread: that is the only lock
+All changes go through `post`, `perform` and `change`, one at a time, on one thread: that is the only lock
 there is. What takes time (starting, reclaiming, checking) reports back as an event.
 """
 
@@ -99,7 +99,7 @@ class Runtime:
     def post(self, event: ev.Event) -> None:
         self._take(partial(self.fleet.handle, event))
 
-    def act(self, verb: Callable[[float], list[act.Action]]) -> None:
+    def perform(self, verb: Callable[[float], list[act.Action]]) -> None:
         """Run an operator's verb as one step. Its `Refused` comes out here."""
         if self._busy:  # an action's own doing: its turn comes
             self._inbox.append(verb)
@@ -236,11 +236,10 @@ class Runtime:
     # -- workers' words ---------------------------------------------------------------------------
 
     def on_message(self, slot: str, generation: int, message: wire.FromWorkerControl) -> None:
-        at = {"slot": slot, "generation": generation}
         known = self.workers.get((slot, generation))
         match message:
             case wire.WorkerHello():
-                self.post(ev.WorkerSaidHello(**at, pid=message.pid))  # type: ignore[arg-type]
+                self.post(ev.WorkerSaidHello(slot=slot, generation=generation, pid=message.pid))
             case wire.Loading():
                 self.post(
                     ev.LoadMoved(

@@ -71,9 +71,8 @@ def model_state(fleet: Fleet, name: str, now: float) -> tuple[wire.ModelState, s
     if open_lives(fleet, name):
         return ("swapping" if isinstance(change, Swap) and change.current else "ready"), ""
     if not record.loaded:
-        return "unloaded", "it is loaded when a request comes" if _wakes(
-            fleet, name
-        ) else "unloaded"
+        wakes = record.current.config.on_demand
+        return "unloaded", "it is loaded when a request comes" if wakes else "unloaded"
     if isinstance(change, Swap):
         return "swapping", f"change {change.id}: {change.title}"
     if record.failed:

@@ -1,0 +1,171 @@
+"""The regular work of the supervisor's loop: look at progress, ask workers, look at devices,
+tell the proxies. Every turn is short; nothing in it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+from gpusup.conf.schema import Config
+from gpusup.worker import wire as worker_wire
+from gpusup.worker.wire import Memory
+
+from . import wire
+from .devices import CpuDevice, cpu_sample, device_info
+from .events import DeviceSampled, ProgressSeen, Ticked
+from .life import ROUTED, State
+from .probe_wire import DeviceSample
+from .runtime import Runtime
+
+TICK_S: Final = 0.05
+
+
+class Samples(Protocol):
+    def latest(self, device: str) -> tuple[DeviceSample, float] | None: ...
+
+
+class Pulse:
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        *,
+        samples: Samples,
+        cpus: Mapping[str, CpuDevice],
+        leases: Callable[[str], dict[str, int]],
+        broadcast: Callable[[wire.DeviceUpdate], None],
+        after_turn: Callable[[float], None],
+    ) -> None:
+        """`leases(device)`: bytes by proxy. `after_turn(now)`: e.g. the watchdog."""
+        self.runtime = runtime
+        self.config = config
+        self.samples = samples
+        self.cpus = cpus
+        self.infos: tuple[wire.DeviceInfo, ...] = ()
+        self._leases = leases
+        self._broadcast = broadcast
+        self._after_turn = after_turn
+        self._serial = 0
+        self._ping_at = 0.0
+        self._told: tuple[wire.DeviceInfo, ...] = ()
+        self._told_at = 0.0
+
+    async def run(self) -> None:
+        while True:
+            self.turn()
+            await asyncio.sleep(TICK_S)
+
+    def turn(self) -> None:
+        now = self.runtime.now()
+        self._look_at_progress()
+        self._ping(now)
+        self.look_at_devices(now)
+        self.runtime.post(Ticked())
+        self._after_turn(now)
+
+    def _look_at_progress(self) -> None:
+        for key, known in list(self.runtime.workers.items()):
+            life = self.runtime.fleet.life(*key)
+            if life is None or known.process.exited or life.state is State.RECLAIMING:
+                continue
+            state = "S"
+            if life.state is State.SUSPECT and life.pid:
+                state = process_state(life.pid)
+            self.runtime.post(
+                ProgressSeen(
+                    slot=key[0],
+                    generation=key[1],
+                    progress=known.process.progress.read(),
+                    process_state=state,
+                )
+            )
+
+    def _ping(self, now: float) -> None:
+        if now - self._ping_at < self.config.supervision.keep_alive:
+            return
+        self._ping_at = now
+        self._serial += 1
+        for life in self.runtime.fleet.lives():
+            if life.state in ROUTED:
+                ping = worker_wire.Ping(self._serial)
+                self.runtime.links.send(life.slot, life.generation, ping)
+
+    def memory_on(self, device: str) -> list[Memory]:
+        return [
+            life.memory
+            for life in self.runtime.fleet.lives()
+            if life.device == device and not life.exited
+        ]
+
+    def sample(self, device: str, now: float) -> DeviceSample | None:
+        if device in self.cpus:
+            return cpu_sample(self.cpus[device], self.memory_on(device), now)
+        found = self.samples.latest(device)
+        return found[0] if found else None
+
+    def look_at_devices(self, now: float) -> None:
+        fleet = self.runtime.fleet
+        infos = []
+        for name, device in fleet.devices.items():
+            sample = self.sample(name, now)
+            memories = self.memory_on(name)
+            if sample is None:
+                infos.append(_blank(name, device.place.uuid, device.total))
+                self.runtime.post(DeviceSampled(device=name, total=0, used=0, ours=0, known=False))
+                continue
+            ledger = fleet.books.ledger
+            info = device_info(
+                sample,
+                memories,
+                self._leases(name),
+                now,
+                stale_after=self.config.watermark.stale_after,
+                budget=self.config.devices.memory.get(name, 0) if sample.kind == "cuda" else 0,
+                baseline=ledger.baseline(name),
+                our_pids=[life.pid for life in fleet.lives() if life.pid],
+            )
+            infos.append(info)
+            used = info.total - info.free
+            if sample.kind == "cuda" and not memories and info.known:
+                ledger.idle(name, used - info.foreign)
+            self.runtime.post(
+                DeviceSampled(
+                    device=name,
+                    total=info.total,
+                    used=used,
+                    ours=max(0, used - info.foreign - ledger.baseline(name)),
+                    known=info.known,
+                )
+            )
+        self.infos = tuple(infos)
+        if now - self._told_at >= 0.1 or any(
+            a.known != b.known or abs(a.watermark - b.watermark) > 0.005
+            for a, b in zip(infos, self._told, strict=False)
+        ):
+            self._told, self._told_at = self.infos, now
+            self._broadcast(wire.DeviceUpdate(self.infos))
+
+
+def _blank(name: str, uuid: str, total: int) -> wire.DeviceInfo:
+    return wire.DeviceInfo(
+        name=name,
+        uuid=uuid,
+        kind="cuda",
+        total=total,
+        free=0,
+        reclaimable=0,
+        dynamic=0,
+        watermark=0.0,
+        known=False,
+        age_s=-1.0,
+    )
+
+
+def process_state(pid: int) -> str:
+    """R, S, D, Z, ...; "?" if it is gone."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"
