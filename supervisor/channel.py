@@ -25,8 +25,8 @@ _READ: Final = 256 * 1024
 class Channel:
     """`on_frame(body)` for each frame, `on_closed(why)` once when the peer is gone or broken.
 
-    `on_frame` may raise ValueError or msgspec's errors: the conversation ends with its text as the reason. After
-    `close()` nothing is called any more.
+    `on_frame` may raise ValueError or msgspec's errors: the conversation ends, with their text as
+    the reason. After `close()` nothing is called any more.
     """
 
     def __init__(
@@ -85,6 +85,18 @@ class Channel:
             self._paused = False
             self._loop.add_reader(self.sock, self._readable)
             self._loop.call_soon(self._understand)
+
+    def read_rest(self) -> None:
+        """Understand what a peer that is dead now had still sent."""
+        while not self._closed and not self._paused:
+            try:
+                data = self.sock.recv(_READ)
+            except OSError:
+                return
+            if not data:
+                return
+            self._in += data
+            self._understand()
 
     def close(self) -> None:
         if not self._closed:

@@ -165,17 +165,17 @@ def _kill(pid: int) -> None:
 def describe(code: int, status: int) -> tuple[int, str]:
     """(si_code, si_status) of waitid -> (returncode, words); a signal is a negative returncode."""
     if code == os.CLD_EXITED:
-        return status, f"exit {status}"
+        return status, ""
     try:
         name = signal.Signals(status).name
     except ValueError:
         name = f"signal {status}"
-    dumped = ", core dumped" if code == os.CLD_DUMPED else ""
-    return -status, f"killed by {name}{dumped}"
+    return -status, f"{name}, core dumped" if code == os.CLD_DUMPED else name
 
 
 class Watch:
-    """Waits for the end of one child, then collects it. `on_exit(returncode, words)` comes once.
+    """Waits for the end of one child, then collects it. `on_exit(returncode, words)` comes once;
+    the words say which signal it was, and are empty after an ordinary exit.
 
     `before_reap` runs while the dead process still holds its pid and its session id, so that
     nobody else can have them.

@@ -42,7 +42,8 @@ class Launcher(Protocol):
         """Start a worker and return at once; the callbacks come later, never from inside.
 
         `python` is the interpreter, "" for our own. First `on_started(pid)` or `on_failed(text)`,
-        once; after `on_started`, once, `on_exit(returncode, words)`.
+        once; after `on_started`, once, `on_exit(returncode, words)`. The words are the
+        signal's name, or the last line it printed before it exited by itself.
         """
         ...
 
@@ -74,6 +75,9 @@ class WorkerProcess:
         self._watch: Watch | None = None
         self._output: OutputReader | None = None
         self._wanted: list[SignalName] = []
+        self._first_line = log.count
+        #: Set by a launcher that can still call the start off; used for KILL without a pid.
+        self.call_off: Callable[[], None] | None = None
         self._page_fd = progress.create(f"{slot}.{generation}") if page_fd is None else page_fd
         self.progress = progress.Reader(os.dup(self._page_fd))
 
@@ -90,7 +94,10 @@ class WorkerProcess:
         if self.exited:
             return
         if self.pid is None:
-            self._wanted.append(name)
+            if name == "KILL" and self.call_off:
+                self.call_off()
+            else:
+                self._wanted.append(name)
         elif name == "KILL":
             kill_session(self.pid, self.slot, self.generation)
         else:
@@ -102,9 +109,16 @@ class WorkerProcess:
         """Take over the read end of the worker's output pipe."""
         self._output = OutputReader(fd, self.log)
 
+    def drop_output(self) -> None:
+        """The start is tried in another way, with another pipe."""
+        if self._output:
+            self._output.close()
+            self._output = None
+
     def started(self, pid: int) -> None:
         """The launcher knows the pid now."""
         self.pid = pid
+        self.call_off = None
         self._family.adopt(pid)
         self._watch = self._family.watch(pid, self._gone, self._sweep)
         for name in self._wanted:
@@ -155,6 +169,9 @@ class WorkerProcess:
     def _gone(self, returncode: int, words: str) -> None:
         self.exited = True
         self._release()
+        printed = self.log.since(self._first_line)
+        if returncode > 0 and not words and printed:
+            words = printed[-1].strip()  # of a traceback, the line that names the exception
         self._on_exit(returncode, words)
 
     def _release(self) -> None:
@@ -259,6 +276,8 @@ class ExecLauncher:
                     str(spec_fd),
                     "--progress-fd",
                     str(worker.page_fd),
+                    "--parent",
+                    str(os.getpid()),
                 ],
                 env=worker_env(spec),
                 pass_fds=(spec_fd, worker.page_fd),
