@@ -51,6 +51,14 @@ def bundled_model() -> ModelConfig:
     )
 
 
+def _with_golden(model: ModelConfig) -> ModelConfig:
+    """The bundled weights bring their golden example along, also where a file names the model."""
+    ours = bundled_model()
+    if model.handler != ours.handler or model.weights or model.golden:
+        return model
+    return msgspec.structs.replace(model, golden=ours.golden)
+
+
 def load(path: Path | None) -> Config:
     """The configuration in `path`; without one, the defaults. Raises ConfigError."""
     return load_file(path).config
@@ -85,8 +93,8 @@ def parse(text: str, base: Path, name: str = "config") -> Config:
     if checker.problems:
         raise ConfigError([f"{name}: {line}" for line in checker.problems])
     config = msgspec.convert(clean, Config)
-    if not config.models:
-        config = msgspec.structs.replace(config, models={BUNDLED_MODEL: bundled_model()})
+    models = {name: _with_golden(model) for name, model in config.models.items()}
+    config = msgspec.structs.replace(config, models=models or {BUNDLED_MODEL: bundled_model()})
     config, problems = check_all(config, base)
     if problems:
         raise ConfigError([f"{name}: {line}" for line in problems])
