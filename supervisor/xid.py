@@ -106,10 +106,13 @@ def judge(
         return Judgement("retire", _join(what, "a memory row could not be remapped; replace it"))
     if action is not None:
         verdict, sentence = ACTIONS.get(action, ("reset", f"the driver asks for action {action}"))
-        if verdict == "none" and xid is not None and verdict_of_xid(xid) == "restart":
-            return Judgement("restart", _join(what, "a new process may use the GPU at once"))
-        if verdict == "none" and xid is not None and verdict_of_xid(xid) == "retire":
-            return Judgement("retire", _join(what, "replace the board"))
+        if verdict == "none" and xid is not None:
+            by_table = verdict_of_xid(xid)
+            if by_table == "retire":
+                return Judgement("retire", _join(what, "replace the board"))
+            if by_table != "none":
+                # The process that met the fault is done for; its GPU, says the driver, is not.
+                return Judgement("restart", _join(what, "a new process may use the GPU at once"))
         return Judgement(verdict, _join(what, sentence))
     if xid is None:
         return Judgement("none", "")
@@ -148,7 +151,8 @@ _XID: Final = re.compile(
     r"NVRM: Xid \(PCI:([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})[^)]*\): (\d+)(?:, )?(.*)"
 )
 _OFF_BUS: Final = re.compile(
-    r"NVRM: (?:The )?(?:NVIDIA )?GPU (?:at )?(?:PCI:)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})"
+    r"NVRM: (?:The )?(?:NVIDIA )?GPU (?:at )?(?:PCI:)?"
+    r"([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})"
     r"[^:]*:?.*fallen off the bus"
 )
 

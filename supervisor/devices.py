@@ -1,0 +1,233 @@
+"""Which devices are ours, and what the rest of gpusup is told about each. Pure.
+
+A GPU is known by its UUID; "gpu0" is what people call it, numbered as the driver numbers. An
+inherited CUDA_VISIBLE_DEVICES is the whole universe: what it hides is somebody else's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, TypeVar
+
+from gpusup.conf.schema import DevicesConfig
+from gpusup.worker.wire import Memory
+
+from .probe_wire import DeviceSample, ProcessUse
+from .watermark import plausible, reclaimable, watermark
+from .wire import DeviceInfo
+
+
+class Candidate(Protocol):
+    """A GPU or slice on offer. `slice_index` -1: a whole GPU."""
+
+    @property
+    def name(self) -> str: ...
+
+    uuid: str
+    index: int
+    slice_index: int
+
+
+C = TypeVar("C", bound=Candidate)
+
+_CPU: Final = re.compile(r"^cpu\d*$")
+
+
+def visible_devices(found: Sequence[C], visible: str | None) -> list[C]:
+    """What CUDA_VISIBLE_DEVICES leaves, in NVML's order: indices, UUIDs or unambiguous prefixes.
+
+    As CUDA reads it: what follows the first entry that names nothing is ignored. An index means a
+    whole GPU, or the first slice of one that is cut.
+    """
+    if visible is None:
+        return list(found)
+    chosen: list[C] = []
+    for word in visible.split(","):
+        matches = _named(found, word.strip())
+        if not matches:
+            break
+        chosen += [device for device in matches if device not in chosen]
+    return [device for device in found if device in chosen]
+
+
+def _named(found: Sequence[C], word: str) -> list[C]:
+    if word.isdecimal():
+        return [d for d in found if d.index == int(word)][:1]
+    if not word.upper().startswith(("GPU-", "MIG-")):
+        return []
+    matches = [d for d in found if d.uuid.lower().startswith(word.lower())]
+    if len(matches) > 1 and not any(d.uuid.lower() == word.lower() for d in matches):
+        return []  # ambiguous, which is as good as naming nothing
+    return matches[:1]
+
+
+def used_devices(found: Sequence[C], use: Collection[str] | None) -> list[C]:
+    """Those that the configuration's `devices.use` names (by name or UUID); None: all."""
+    if use is None:
+        return list(found)
+    wanted = {word.lower() for word in use}
+    return [d for d in found if {d.name.lower(), d.uuid.lower()} & wanted]
+
+
+def unknown_devices(found: Sequence[C], use: Collection[str] | None) -> list[str]:
+    """Words of `devices.use` that name no device here."""
+    known = {d.name.lower() for d in found} | {d.uuid.lower() for d in found}
+    return [word for word in use or () if word.lower() not in known and not _CPU.match(word)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuDevice:
+    """A slot on the host CPU that stands in for a device. `total`: bytes its workers may take."""
+
+    name: str
+    total: int
+
+
+def cpu_devices(config: DevicesConfig, *, gpus: int) -> list[CpuDevice]:
+    """The CPU slots: those named in `devices.use` ("cpu": all of them), or, with "auto", all of
+    them when there is no GPU."""
+    names = [f"cpu{n}" for n in range(config.cpu_slots)]
+    if config.use == "auto":
+        wanted = [] if gpus else names
+    elif "cpu" in config.use:
+        wanted = names
+    else:
+        wanted = [word for word in config.use if _CPU.match(word)]
+    return [
+        CpuDevice(name=name, total=config.memory.get(name, config.cpu_memory)) for name in wanted
+    ]
+
+
+def cpu_sample(device: CpuDevice, workers: Iterable[Memory], now: float) -> DeviceSample:
+    """A CPU slot as a device: used is what its workers hold resident, the rest is free."""
+    used = sum(max(0, memory.allocated) for memory in workers)
+    return DeviceSample(
+        name=device.name,
+        uuid="",
+        index=int(device.name.removeprefix("cpu") or 0),
+        at=now,
+        kind="cpu",
+        product="host CPU",
+        total=device.total,
+        free=max(0, device.total - used),
+    )
+
+
+Source = Literal["nvml", "worker", "resident", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Bytes of a device, from the best source there is. `source` "none": nobody can tell."""
+
+    total: int
+    free: int
+    source: Source
+
+
+def figures(
+    sample: DeviceSample | None, workers: Sequence[Memory], *, fresh: bool, budget: int = 0
+) -> Figures:
+    """NVML's figures while they are fresh and make sense, else those of the workers' own runtime.
+
+    With a `budget` (devices.memory) the device is taken to be that large: what our workers hold
+    counts against the budget, and no more is free than is really free.
+    """
+    total = free = 0
+    source: Source = "none"
+    if sample is not None and fresh and not sample.lost and plausible(sample.total, sample.free):
+        total, free = sample.total or 0, sample.free or 0
+        source = "nvml" if sample.kind == "cuda" else "resident"
+    else:
+        told = [m for m in workers if plausible(m.device_total, m.device_free)]
+        if told and not (sample is not None and sample.lost):
+            # They may have asked at different moments; the most careful answer is the right one.
+            total = min(m.device_total for m in told)
+            free = min(m.device_free for m in told)
+            source = "worker"
+        elif sample is not None and sample.total and plausible(sample.total, sample.free):
+            total, free = sample.total, sample.free or 0
+    if 0 < budget < total:
+        free = min(free, max(0, budget - held(workers)))
+        total = budget
+    return Figures(total=total, free=free, source=source)
+
+
+def held(workers: Iterable[Memory]) -> int:
+    """Bytes of the device that our workers hold: their contexts and what torch has reserved."""
+    return sum(max(0, m.context) + max(m.reserved, m.allocated, 0) for m in workers)
+
+
+def foreign_bytes(
+    total: int,
+    free: int,
+    workers: Sequence[Memory],
+    *,
+    baseline: int = 0,
+    processes: Sequence[ProcessUse] | None = None,
+    our_pids: Collection[int] = (),
+) -> int:
+    """Bytes held by processes that are none of ours.
+
+    By the driver's list where it gives sizes and knows our processes by the same numbers (in a
+    container it may not), else by what is left when ours and the idle baseline are taken off.
+    """
+    if processes is not None and (not our_pids or {p.pid for p in processes} & set(our_pids)):
+        others = [p.used for p in processes if p.pid not in our_pids]
+        if all(used is not None for used in others):
+            return sum(used or 0 for used in others)
+    return max(0, total - free - baseline - held(workers))
+
+
+def device_info(
+    sample: DeviceSample,
+    workers_memory: Mapping[str, Memory] | Sequence[Memory],
+    leased: Mapping[str, int],
+    now: float,
+    *,
+    stale_after: float = 3.0,
+    budget: int = 0,
+    baseline: int = 0,
+    our_pids: Collection[int] = (),
+) -> DeviceInfo:
+    """What proxies are told about a device. `workers_memory`: the latest word of each worker on it.
+
+    Not `known`: too old, unreadable or lost; then admission counts requests instead.
+    """
+    workers = (
+        list(workers_memory.values())
+        if isinstance(workers_memory, Mapping)
+        else list(workers_memory)
+    )
+    age = max(0.0, now - sample.at)
+    got = figures(sample, workers, fresh=age <= stale_after, budget=budget)
+    # On the CPU allocated and reserved are the same resident memory: nothing can be trimmed away.
+    reclaim = reclaimable(workers) if sample.kind == "cuda" else 0
+    mark = watermark(got.total, got.free, reclaim) if got.source != "none" else None
+    foreign = 0
+    if sample.kind == "cuda" and plausible(sample.total, sample.free):
+        foreign = foreign_bytes(
+            sample.total or 0,
+            sample.free or 0,
+            workers,
+            baseline=baseline,
+            processes=sample.processes,
+            our_pids=our_pids,
+        )
+    return DeviceInfo(
+        name=sample.name,
+        uuid=sample.uuid,
+        kind=sample.kind,
+        total=got.total,
+        free=got.free,
+        reclaimable=min(reclaim, max(0, got.total - got.free)),
+        dynamic=sum(max(0, m.allocated - m.static) for m in workers),
+        watermark=0.0 if mark is None else mark,
+        known=mark is not None,
+        age_s=age,
+        leased=dict(leased),
+        foreign=foreign,
+        source=got.source,
+    )
