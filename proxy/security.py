@@ -1,0 +1,288 @@
+"""API keys: a file of hashes, a limit for each key, and nothing that can be timed.
+
+The file is TOML, read again on reload. Keys themselves are nowhere:
+
+    [keys.batch-jobs]
+    hash = "sha256:9f86d0..."        # from: python -m gpusup.proxy.security hash
+    rate = 50                         # requests a second; 0 or left out: no limit
+    burst = 100                       # at once, after a pause; default: a second's worth
+    concurrent = 8                    # open at the same time; 0 or left out: no limit
+    models = ["resnet50"]             # left out: all
+    admin = true                      # may load and unload models where that is enabled at all
+
+A key comes as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import os
+import secrets
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from .errors import Forbidden, ProxyError, Unauthorized
+
+#: Longest key that is looked at; hashing must stay cheap for us.
+KEY_LIMIT: Final = 512
+
+#: scrypt's cost: 16 MiB and some 40 ms, paid once for each new key and then remembered.
+_SCRYPT: Final = {"n": 2**14, "r": 8, "p": 1}
+#: Wrong keys may cost scrypt this often a second, all clients together.
+_SCRYPT_RATE: Final = 10.0
+_REMEMBERED: Final = 1024
+
+
+class KeyFileError(Exception):
+    """The file can't be used; says why in one line."""
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    hash: str
+    rate: Annotated[float, Meta(ge=0)] = 0.0
+    burst: Annotated[float, Meta(ge=0)] = 0.0
+    concurrent: Annotated[int, Meta(ge=0)] = 0
+    models: tuple[str, ...] = ()
+    admin: bool = False
+
+
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: dict[str, KeyEntry]
+
+
+class RateLimited(ProxyError):
+    status = 429
+    code = "RATE_LIMITED"
+
+
+def hash_key(key: str, scheme: str = "sha256") -> str:
+    """What the key file wants. sha256 suits keys that are random; scrypt those people make up."""
+    if scheme == "sha256":
+        return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+    if scheme == "scrypt":
+        salt = secrets.token_bytes(16)
+        return f"scrypt:{salt.hex()}:{_scrypt(key, salt).hex()}"
+    raise ValueError(f"unknown scheme {scheme!r}; there are sha256 and scrypt")
+
+
+def _scrypt(key: str, salt: bytes) -> bytes:
+    return hashlib.scrypt(key.encode(), salt=salt, maxmem=2**26, dklen=32, **_SCRYPT)
+
+
+class Grant:
+    """One key's standing: its limits and what it uses now."""
+
+    __slots__ = ("_clock", "_filled", "_tokens", "entry", "name", "open")
+
+    def __init__(self, name: str, entry: KeyEntry, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.entry = entry
+        self.open = 0
+        self._clock = clock
+        self._filled = clock()
+        self._tokens = self._burst
+
+    @property
+    def _burst(self) -> float:
+        return max(1.0, self.entry.burst or self.entry.rate)
+
+    def take(self) -> None:
+        """Counts one request. Raises RateLimited."""
+        rate = self.entry.rate
+        if not rate:
+            return
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled) * rate)
+        self._filled = now
+        if self._tokens < 1.0:
+            raise RateLimited(
+                f"key {self.name!r} may send {rate:g} requests a second",
+                retry_after_s=max(1, math.ceil((1.0 - self._tokens) / rate)),
+            )
+        self._tokens -= 1.0
+
+    def enter(self) -> None:
+        """One more request is open; `leave` when it ended. Raises RateLimited."""
+        limit = self.entry.concurrent
+        if limit and self.open >= limit:
+            raise RateLimited(
+                f"key {self.name!r} has {self.open} requests open, {limit} are allowed",
+                retry_after_s=1,
+            )
+        self.open += 1
+
+    def leave(self) -> None:
+        self.open -= 1
+
+    def permits(self, model: str) -> None:
+        """Raises Forbidden."""
+        if self.entry.models and model not in self.entry.models:
+            raise Forbidden(f"key {self.name!r} is not for model {model!r}")
+
+    def permits_admin(self) -> None:
+        """Raises Forbidden."""
+        if not self.entry.admin:
+            raise Forbidden(f"key {self.name!r} may not load or unload models")
+
+
+class KeyRing:
+    """All keys. Raises KeyFileError on reading; a failed `reload` keeps the old keys."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = Path(path)
+        self._clock = clock
+        self._grants: dict[str, Grant] = {}
+        self._plain: list[tuple[bytes, Grant]] = []
+        self._slow: list[tuple[bytes, bytes, Grant]] = []
+        self._known: dict[bytes, Grant] = {}
+        self._tries = _SCRYPT_RATE
+        self._tried = clock()
+        self.reload()
+
+    def reload(self) -> None:
+        entries = read_keys(self._path)
+        grants: dict[str, Grant] = {}
+        plain: list[tuple[bytes, Grant]] = []
+        slow: list[tuple[bytes, bytes, Grant]] = []
+        for name, entry in entries.items():
+            grant = self._grants.get(name)
+            if grant is None:
+                grant = Grant(name, entry, self._clock)
+            else:
+                grant.entry = entry  # what is open and used goes on counting
+            grants[name] = grant
+            scheme, *fields = entry.hash.split(":")
+            if scheme == "sha256":
+                plain.append((bytes.fromhex(fields[0]), grant))
+            else:
+                slow.append((bytes.fromhex(fields[0]), bytes.fromhex(fields[1]), grant))
+        self._grants, self._plain, self._slow, self._known = grants, plain, slow, {}
+
+    def check(self, headers: Mapping[str, str]) -> Grant:
+        """Whose key it is. Raises Unauthorized."""
+        key = _key_of(headers)
+        if key is None:
+            raise Unauthorized(
+                "an API key is wanted: Authorization: Bearer KEY",
+                headers={"WWW-Authenticate": 'Bearer realm="gpusup"'},
+            )
+        grant = self._find(key) if len(key) <= KEY_LIMIT else None
+        if grant is None:
+            raise Unauthorized(
+                "this API key is not known",
+                headers={"WWW-Authenticate": 'Bearer realm="gpusup", error="invalid_token"'},
+            )
+        return grant
+
+    def _find(self, key: str) -> Grant | None:
+        digest = hashlib.sha256(key.encode()).digest()
+        found: Grant | None = None
+        # All of them, always: how long it takes says nothing about which one is close.
+        for known, grant in self._plain:
+            if hmac.compare_digest(known, digest):
+                found = grant
+        if found is not None or not self._slow:
+            return found
+        if (remembered := self._known.get(digest)) is not None:
+            return remembered
+        if not self._may_try():
+            raise RateLimited("too many unknown API keys are tried", retry_after_s=1)
+        for salt, known, grant in self._slow:
+            if hmac.compare_digest(known, _scrypt(key, salt)):
+                found = grant
+        if found is not None and len(self._known) < _REMEMBERED:
+            self._known[digest] = found
+        return found
+
+    def _may_try(self) -> bool:
+        now = self._clock()
+        self._tries = min(_SCRYPT_RATE, self._tries + (now - self._tried) * _SCRYPT_RATE)
+        self._tried = now
+        if self._tries < len(self._slow):
+            return False
+        self._tries -= len(self._slow)
+        return True
+
+
+def _key_of(headers: Mapping[str, str]) -> str | None:
+    text = headers.get("Authorization")
+    if text is not None:
+        scheme, _, key = text.partition(" ")
+        return key.strip() if scheme.lower() == "bearer" and key.strip() else None
+    return headers.get("X-Api-Key") or None
+
+
+def read_keys(path: Path) -> dict[str, KeyEntry]:
+    """Raises KeyFileError."""
+    try:
+        text = path.read_text()
+        if path.stat().st_mode & 0o002:
+            raise KeyFileError(f"cannot use {path}: everybody may write to it")
+        found = msgspec.convert(tomllib.loads(text), _KeyFile)
+    except OSError as error:
+        raise KeyFileError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise KeyFileError(f"cannot use {path}: {error}") from error
+    for name, entry in found.keys.items():
+        _check_hash(path, name, entry.hash)
+    if sum(e.hash.startswith("scrypt") for e in found.keys.values()) > _SCRYPT_RATE:
+        raise KeyFileError(
+            f"cannot use {path}: more than {_SCRYPT_RATE:g} scrypt hashes; use random keys "
+            "with sha256"
+        )
+    return found.keys
+
+
+def _check_hash(path: Path, name: str, text: str) -> None:
+    scheme, *fields = text.split(":")
+    lengths = {"sha256": [64], "scrypt": [32, 64]}.get(scheme)
+    try:
+        good = lengths is not None and [len(bytes.fromhex(f)) * 2 for f in fields] == lengths
+    except ValueError:
+        good = False
+    if not good:
+        raise KeyFileError(
+            f"cannot use {path}: the hash of key {name!r} is neither sha256:HEX nor "
+            "scrypt:SALT:HEX; make one with: python -m gpusup.proxy.security hash"
+        )
+
+
+USAGE: Final = """usage: python -m gpusup.proxy.security hash [--scrypt] [--new]
+
+Reads a key from standard input (or the terminal, unseen) and prints its hash for the key file.
+--new makes a random key and prints it too. --scrypt is for keys that people made up.
+"""
+
+
+def main(argv: list[str]) -> int:
+    known = {"--scrypt", "--new"}
+    if argv[:1] != ["hash"] or not set(argv[1:]) <= known:
+        sys.stderr.write(USAGE)
+        return 2
+    if "--new" in argv:
+        key = "gk-" + secrets.token_urlsafe(32)
+        sys.stdout.write(f"key:  {key}\nhash: ")
+    elif os.isatty(0):
+        import getpass
+
+        key = getpass.getpass("key: ")
+    else:
+        key = sys.stdin.readline().strip()
+    if not key or len(key) > KEY_LIMIT:
+        sys.stderr.write(f"a key has 1 to {KEY_LIMIT} characters\n")
+        return 2
+    sys.stdout.write(hash_key(key, "scrypt" if "--scrypt" in argv else "sha256") + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
