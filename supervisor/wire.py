@@ -236,6 +236,111 @@ class Ask(Struct, frozen=True, tag="ask", tag_field="t"):
     body: bytes = b""
 
 
+# -- what `status` and `changes` show --------------------------------------------------------------
+
+
+class SlotView(Struct, frozen=True, kw_only=True):
+    """One slot with its worker. Times are seconds, ages count from now."""
+
+    slot: str
+    device: str
+    state: str  # of the worker: life.State, or "empty"
+    since_s: float
+    slot_state: str  # schedulable, cordoned, quarantined, lost
+    why: str = ""  # of either state, for people
+    model: str = ""
+    version: str = ""
+    generation: int = 0
+    pid: int = 0
+    restarts: int = 0
+    last_exit: str = ""
+    next_retry_s: float | None = None
+    in_flight: int = 0
+    queued: int = 0
+    beat_age_s: float | None = None
+    progress_age_s: float | None = None
+    phase: str = ""
+    memory: dict[str, int] = {}  # bytes: allocated, reserved, peak, static, cap
+    story: tuple[str, ...] = ()
+
+
+class ModelView(Struct, frozen=True, kw_only=True):
+    name: str
+    state: str  # ModelState
+    version: str
+    versions: tuple[str, ...] = ()
+    ready: int = 0
+    slots: int = 0
+    reason: str = ""
+    queued: int = 0
+    p50_s: float | None = None
+    p99_s: float | None = None
+    requests: int = 0
+    canary_version: str = ""
+    canary_share: float = 0.0
+    required: bool = True
+
+
+class DeviceView(Struct, frozen=True, kw_only=True):
+    """Bytes."""
+
+    name: str
+    uuid: str
+    kind: str
+    total: int
+    free: int
+    watermark: float
+    band: str
+    known: bool
+    age_s: float
+    reclaimable: int = 0
+    leased: int = 0
+    foreign: int = 0
+    title: str = ""  # "NVIDIA H200"
+    fault: str = ""
+
+
+class ProxyView(Struct, frozen=True, kw_only=True):
+    name: str
+    pid: int
+    state: str  # starting, serving, leaving, down
+    restarts: int = 0
+    connections: int = 0
+    queued: int = 0
+
+
+class ChangeView(Struct, frozen=True, kw_only=True):
+    """A long operation. `state`: running, waiting (canary), done, failed, rolled-back, aborted."""
+
+    id: str
+    kind: str
+    title: str
+    state: str
+    model: str = ""
+    text: str = ""
+    age_s: float = 0.0  # since it began
+    took_s: float | None = None  # once it has ended
+    steps: tuple[tuple[float, str], ...] = ()  # (seconds after its beginning, what was done)
+    numbers: dict[str, Any] = {}
+
+
+class StatusView(Struct, frozen=True, kw_only=True):
+    """GET /status. `state`: starting, ready, degraded, down, draining."""
+
+    schema: int = 1
+    state: str
+    version: str
+    pid: int
+    uptime_s: float
+    listen: str
+    reason: str = ""
+    models: tuple[ModelView, ...] = ()
+    slots: tuple[SlotView, ...] = ()
+    devices: tuple[DeviceView, ...] = ()
+    proxies: tuple[ProxyView, ...] = ()
+    changes: tuple[ChangeView, ...] = ()  # those that are under way
+
+
 ToProxy = Snapshot | DeviceUpdate | Reply | StopProxy | Reread
 FromProxy = (
     ProxyHello | Listening | ProxyReport | InputDied | WantModel | Used | Shed | Notice | Ask
