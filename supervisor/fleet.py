@@ -158,6 +158,7 @@ class Fleet:
         actions: list[Action] = []
         for change in [c for c in self.changes.values() if c.is_active()]:
             actions += change.advance(now)
+        self.books.sync(self.lives())
         if not self.stopping:
             for slot in self.slots.values():
                 if slot.may_start(now) and self._has_room(slot):
