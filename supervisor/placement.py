@@ -22,7 +22,9 @@ CONTEXT_BYTES: Final = 600 * 2**20
 #: and only cost memory. An explicit number is taken at its word.
 AUTO_LIMIT: Final = 4
 
-Binds = Literal["peak", "rest", "limit", "nothing"]
+#: peak: memory at work, under the shed mark · rest: memory at rest, under the queue mark · both ·
+#: limit: the number asked for, not memory
+Binds = Literal["peak", "rest", "both", "limit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ def workers_per_device(
     by_rest = max(0, queue_bytes // static)
     naive = naive_workers(total=total, safety=marks.safety, model=static)
     workers = min(by_peak, by_rest)
-    binds: Binds = "peak" if by_peak <= by_rest else "rest"
+    binds: Binds = "both" if by_peak == by_rest else "peak" if by_peak < by_rest else "rest"
     if limit is not None and limit < workers:
         workers, binds = limit, "limit"
     size = format_size
@@ -103,14 +105,21 @@ def workers_per_device(
         lines.append(f"asked for: at most {limit}")
     more = workers + 1
     at_work = more * (static + peak) + marks.safety
-    reason = {
-        "peak": f"{more} at work need {size(at_work)} with the safety margin, "
-        f"above the shed mark of {size(shed_bytes)}",
-        "rest": f"{more} at rest hold {size(more * static)}, "
-        f"above the queue mark of {size(queue_bytes)}",
-        "limit": f"no more than {limit} are wanted",
-        "nothing": "",
+    too_full = (
+        f"{more} at work need {size(at_work)} with the safety margin, "
+        f"above the shed mark of {size(shed_bytes)}"
+    )
+    too_busy = (
+        f"{more} at rest hold {size(more * static)} ({more * static / total:.0%}), "
+        f"above the queue mark of {size(queue_bytes)}"
+    )
+    what, reason = {
+        "peak": ("memory at work", too_full),
+        "rest": ("memory at rest", too_busy),
+        "both": ("memory, at rest and at work", f"{too_busy}; and {too_full}"),
+        "limit": ("the number asked for", f"no more than {limit} are wanted"),
     }[binds]
+    lines.append(f"what binds: {what}")
     lines.append(f"result: {workers}, because {reason}")
     if naive > workers and binds != "limit":
         lines.append(_why_naive_fails(naive, total, static, peak, marks))
@@ -313,7 +322,9 @@ def place(
 
     def homes(need: Need) -> list[_Filling]:
         if need.devices == "all":
-            return list(fillings.values())
+            # A CPU slot beside GPUs is there for degraded requests only.
+            gpus = [filling for filling in fillings.values() if filling.room.kind == "cuda"]
+            return gpus or list(fillings.values())
         return [fillings[name] for name in need.devices if name in fillings]
 
     for need in needs:
