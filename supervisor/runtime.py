@@ -1,7 +1,7 @@
 """Carries out the fleet's actions and brings the results back as events.
 
-All changes go through `post`, `perform` and `change`, one at a time, on one thread: that is the only lock
-there is. What takes time (starting, reclaiming, checking) reports back as an event.
+All changes go through `post`, `perform` and `change`, one at a time, on one thread: that is the
+only lock there is. What takes time (starting, reclaiming, checking) reports back as an event.
 """
 
 from __future__ import annotations

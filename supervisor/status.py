@@ -1,0 +1,183 @@
+"""What `status` shows: the fleet, its workers, devices, proxies and changes at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from gpusup.worker.wire import Load
+
+from . import view, wire
+from .fleet import Fleet
+from .life import Life
+from .rollout import Change
+from .runtime import Key, Known
+from .slot import Slot, Standing
+
+#: What a device's band is, of several proxies' opinions: the worst.
+_BAND_ORDER: Final = ("unknown", "normal", "queue", "shed")
+
+
+def slot_view(
+    slot: Slot, known: Mapping[Key, Known], reports: Sequence[wire.ProxyReport], now: float
+) -> wire.SlotView:
+    life = slot.worker or slot.successor
+    pong = None
+    if life is not None and (worker := known.get((slot.name, life.generation))):
+        pong = worker.pong
+    load = pong.load if pong else Load(0, 0, 0, 0.0)
+    progress = life.progress if life else None
+    retry = slot.retry_at - now if slot.state(now) == "backoff" else None
+    assignment = life.assignment if life else slot.wanted
+    memory = life.memory if life else None
+    return wire.SlotView(
+        slot=slot.name,
+        device=slot.device,
+        state=slot.state(now),
+        since_s=now - life.since if life else 0.0,
+        slot_state=str(slot.standing),
+        why=_why(slot, life),
+        model=slot.model,
+        version=assignment.version if assignment else "",
+        generation=life.generation if life else slot.generation,
+        pid=life.pid if life and not life.exited else 0,
+        restarts=slot.restarts,
+        last_exit=slot.last_exit,
+        next_retry_s=retry,
+        in_flight=sum(r.in_flight.get(slot.name, 0) for r in reports),
+        queued=load.queued_rows,
+        beat_age_s=now - progress.beat if progress and progress.beat else None,
+        progress_age_s=now - progress.last_ok if progress and progress.last_ok else None,
+        phase=life.phase if life else "",
+        memory={
+            "allocated": memory.allocated,
+            "reserved": memory.reserved,
+            "peak": memory.peak,
+            "static": memory.static,
+            "context": memory.context,
+        }
+        if memory
+        else {},
+        graphs=dict(life.graphs) if life else {},
+        seconds=dict(life.info.seconds) if life and life.info else {},
+        successor=_successor(slot),
+        story=tuple(
+            f"{now - m.at:.1f} s ago: {m.before} -> {m.after} ({m.cause})"
+            for m in (life.story if life else slot.last_story)
+        ),
+    )
+
+
+def _successor(slot: Slot) -> str:
+    """The worker that is to follow, or serves beside as a canary."""
+    if slot.successor is None or slot.worker is None:
+        return ""
+    heir = slot.successor
+    return f"version {heir.assignment.version} is {heir.state} (generation {heir.generation})"
+
+
+def _why(slot: Slot, life: Life | None) -> str:
+    words = []
+    if slot.standing is not Standing.SCHEDULABLE:
+        by = f" by {slot.standing_by}" if slot.standing_by else ""
+        words.append(f"{slot.standing}{by}: {slot.standing_why}" if slot.standing_why else "")
+    if slot.failed:
+        words.append(slot.failed)
+    if slot.waiting_for and life is None:
+        words.append(f"waits for memory: {slot.waiting_for}")
+    if life is not None and life.why_suspect:
+        words.append(life.why_suspect)
+    if life is not None and life.holders:
+        words.append(f"its memory is not back: {life.holders}")
+    if slot.fallback:
+        words.append("fallback: serves degraded requests only")
+    return "; ".join(w for w in words if w)
+
+
+def model_view(
+    fleet: Fleet,
+    name: str,
+    reports: Sequence[wire.ProxyReport],
+    requests: int,
+    now: float,
+) -> wire.ModelView:
+    state, reason = view.model_state(fleet, name, now)
+    lives = view.open_lives(fleet, name)
+    record = fleet.models[name]
+    latencies = [r.latency[name] for r in reports if name in r.latency]
+    return wire.ModelView(
+        name=name,
+        state=state,
+        version=record.current.version,
+        versions=tuple(sorted({life.assignment.version for life in lives}, key=int)),
+        ready=len(lives),
+        slots=len(fleet.slots_of(name, fallback=False)),
+        reason=reason,
+        queued=sum(r.queued.get(name, 0) for r in reports),
+        p50_s=max(p50 for p50, _ in latencies) if latencies else None,
+        p99_s=max(p99 for _, p99 in latencies) if latencies else None,
+        requests=requests,
+        canary_version=record.canary.version if record.canary else "",
+        canary_share=record.canary_share,
+        required=record.current.config.required,
+    )
+
+
+def device_view(
+    fleet: Fleet,
+    info: wire.DeviceInfo,
+    reports: Sequence[wire.ProxyReport],
+    title: str,
+) -> wire.DeviceView:
+    device = fleet.devices[info.name]
+    bands = [r.bands.get(info.name, "unknown") for r in reports] or ["unknown"]
+    return wire.DeviceView(
+        name=info.name,
+        uuid=info.uuid,
+        kind=info.kind,
+        total=info.total,
+        free=info.free,
+        watermark=info.watermark,
+        band=max(bands, key=_BAND_ORDER.index),
+        known=info.known,
+        age_s=info.age_s,
+        reclaimable=info.reclaimable,
+        leased=sum(info.leased.values()),
+        foreign=info.foreign,
+        title=title,
+        fault=device.lost or device.fault,
+    )
+
+
+def change_view(change: Change, now: float) -> wire.ChangeView:
+    return wire.ChangeView(
+        id=change.id,
+        kind=change.kind,
+        title=change.title,
+        state=change.state,
+        model=change.model,
+        text=change.text,
+        age_s=now - change.started,
+        took_s=change.ended - change.started if change.ended else None,
+        steps=tuple((step.at - change.started, step.text) for step in change.steps),
+        numbers=change.numbers,
+    )
+
+
+def overall(fleet: Fleet, now: float) -> tuple[str, str]:
+    """(starting, ready, degraded, down or draining; why)."""
+    if fleet.stopping:
+        return "draining", "stopping"
+    ready, reason = view.readiness(fleet, now)
+    states = {slot.state(now) for slot in fleet.slots.values() if slot.wanted is not None}
+    # A worker that is on its way counts as starting only where nothing has failed.
+    young = {"spawned", "loading", "warming", "held", "empty"}
+    if not ready:
+        return ("starting" if states and states <= young | {"ready"} else "down"), reason
+    bad = [
+        f"{slot.name} is {slot.state(now)}"
+        for slot in fleet.slots.values()
+        if slot.wanted is not None
+        and (slot.standing is not Standing.SCHEDULABLE or not slot.is_ready())
+    ]
+    return ("degraded" if bad else "ready"), "; ".join(bad)
