@@ -29,6 +29,7 @@ class Entry:
     bucket: Any = None
     credit: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
+    decode_s: float = 0.0
 
     def data(self, part: wire.Part) -> memoryview:
         """The part's bytes, wherever they lie. Raises ValueError if they lie outside the arena."""

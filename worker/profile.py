@@ -1,0 +1,134 @@
+"""What a batch costs: peak bytes above static for each (bucket, dtype, rows), as measured.
+
+Kept in a file per model version, so that a restart need not measure again. What was never measured
+is estimated from what was, with a margin, and learned when it ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Final
+
+#: How much an estimate for an unmeasured shape is raised.
+MARGIN: Final = 1.25
+_FORMAT: Final = 1
+
+
+def key_of(bucket: str, rows: int) -> str:
+    """`bucket` is "224x224x3/uint8"; see `compute.bucket_text`."""
+    return f"{bucket}/{rows}"
+
+
+class Profile:
+    """Thread-safe. `path` may be "": then nothing is kept."""
+
+    def __init__(self, path: str, signature: str = "") -> None:
+        self._path = path
+        self._signature = signature
+        self._lock = threading.Lock()
+        self._peaks: dict[str, int] = {}
+        self._elements: dict[str, int] = {}
+        self._changed = False
+        self.known = False
+        if path:
+            self._load(path)
+
+    def peaks(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._peaks)
+
+    def has(self, bucket: str, rows: int) -> bool:
+        with self._lock:
+            return key_of(bucket, rows) in self._peaks
+
+    def learn(self, bucket: str, rows: int, peak: int) -> None:
+        """Keep the greatest peak seen; the first one is news, a greater one too."""
+        key = key_of(bucket, rows)
+        with self._lock:
+            if peak > self._peaks.get(key, -1):
+                self._peaks[key] = max(0, peak)
+                self._changed = True
+
+    def buckets(self) -> dict[str, list[int]]:
+        """Measured row counts by bucket."""
+        found: dict[str, list[int]] = {}
+        for key in self.peaks():
+            bucket, _, rows = key.rpartition("/")
+            found.setdefault(bucket, []).append(int(rows))
+        return {bucket: sorted(rows) for bucket, rows in found.items()}
+
+    def cost(self, bucket: str, rows: int, elements: int = 0) -> int:
+        """Bytes a batch takes above static: measured, else estimated; 0 if nothing is known.
+
+        `elements` is the number of elements of one row, for shapes that were never measured.
+        """
+        with self._lock:
+            exact = self._peaks.get(key_of(bucket, rows))
+            if exact is not None:
+                return exact
+            same: list[tuple[int, int]] = []
+            per_element = 0.0
+            for key, peak in self._peaks.items():
+                name, _, count = key.rpartition("/")
+                if name == bucket:
+                    same.append((int(count), peak))
+                size = int(count) * elements_of(name)
+                if size:
+                    per_element = max(per_element, peak / size)
+        above = [(count, peak) for count, peak in same if count >= rows]
+        if above:
+            return min(above)[1]
+        if same:
+            count, peak = max(same)
+            return int(peak * rows / count * MARGIN)
+        return int(per_element * elements * rows * MARGIN)
+
+    def save(self) -> None:
+        """Atomically, if anything changed. A file that can't be written is no reason to stop."""
+        with self._lock:
+            if not self._path or not self._changed:
+                return
+            text = json.dumps(
+                {"format": _FORMAT, "signature": self._signature, "peaks": self._peaks},
+                sort_keys=True,
+            )
+            self._changed = False
+        path = Path(self._path)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(text)
+            os.replace(fresh, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+
+    def _load(self, path: str) -> None:
+        try:
+            said = json.loads(Path(path).read_text())
+            if said["format"] != _FORMAT or said["signature"] != self._signature:
+                return
+            peaks = {str(key): int(peak) for key, peak in said["peaks"].items()}
+            for key in peaks:
+                int(key.rpartition("/")[2])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return  # measured anew
+        self._peaks = peaks
+        self.known = bool(peaks)
+
+
+def elements_of(bucket: str) -> int:
+    """Elements in one row of a bucket's text; 0 for what has no plain shape."""
+    shape = bucket.partition("/")[0]
+    if shape == "scalar":
+        return 1
+    count = 1
+    for side in shape.split("x"):
+        if not side.isdigit():
+            return 0
+        count *= int(side)
+    return count
