@@ -47,7 +47,7 @@ def bundled_model() -> ModelConfig:
     return ModelConfig(
         handler="gpusup.worker.digits:Digits",
         retry="safe",
-        golden=str(files("gpusup.conf") / "digits" / "golden-{version}.safetensors"),
+        golden=str(files("gpusup.conf") / "digits" / "golden-{version}.npz"),
     )
 
 

@@ -136,12 +136,14 @@ def write_golden(
     chosen = held[[index for _, index in names[:8:2]]]
     with torch.no_grad():
         logits = net(chosen)
-    tensors = {
-        "input.image": chosen.contiguous(),
-        "output.logits": logits,
-        "output.probabilities": torch.softmax(logits, dim=1),
-    }
-    save(tensors, out / f"golden-{version}.safetensors")
+    np.savez(
+        out / f"golden-{version}.npz",
+        **{
+            "image": chosen.numpy(),
+            "out.logits": logits.numpy(),
+            "out.probabilities": torch.softmax(logits, dim=1).numpy(),
+        },
+    )
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
