@@ -194,8 +194,8 @@ def settle(spec: wire.WorkerSpec, parent: int) -> None:
         f"gpusup: worker {spec.slot} {spec.model}@{spec.version} (generation {spec.generation})"
     )
     # New ones: those that were forked remember what kind of file their descriptor used to be.
-    sys.stdout = sys.__stdout__ = open_output(1)
-    sys.stderr = sys.__stderr__ = open_output(2)
+    sys.stdout = open_output(1)
+    sys.stderr = open_output(2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 

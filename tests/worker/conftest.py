@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from gpusup.worker import progress, wire
 from gpusup.worker.frame import FrameDecoder, pack
 
@@ -38,7 +39,8 @@ class Peer:
     def send(self, message: Any, descriptors: list[int] | None = None) -> None:
         data = pack(wire.encode(message))
         sent = socket.send_fds(self.sock, [data], descriptors or [])
-        self.sock.sendall(data[sent:])
+        if sent < len(data):  # not for nothing: the other side may have hung up by now
+            self.sock.sendall(data[sent:])
 
     def receive(self) -> Any:
         """The next message; EOFError at the end."""
@@ -74,9 +76,9 @@ class Zygote:
     def __init__(self, *options: str, engine: str = FAKE_ENGINE) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
+            argv = [sys.executable, "-m", "gpusup.worker.zygote", "--fd", str(theirs.fileno())]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpusup.worker.zygote", "--fd", str(theirs.fileno())]
-                + ["--engine", engine, *options],
+                [*argv, "--engine", engine, *options],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
@@ -262,3 +264,10 @@ def wait_until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
 @pytest.fixture
 def wait() -> Callable[..., None]:
     return wait_until
+
+
+@pytest.fixture
+def progress_writer() -> Iterator[progress.Writer]:
+    fd = progress.create("test")
+    yield progress.Writer(fd)
+    os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import threading
@@ -72,8 +73,7 @@ class FakeEngine:
             case "fence":
                 self.fence("device-side assert")
             case "environment":
-                data = repr(dict(os.environ)).encode()
-                return wire.Answer(entry.item.id, "ok", (wire.Part("env", data),))
+                return wire.Answer(entry.item.id, "ok", text=json.dumps(dict(os.environ)))
             case "torch":
                 import torch
 
@@ -84,6 +84,8 @@ class FakeEngine:
                 return wire.Answer(entry.item.id, "ok", (wire.Part("x", data),))
             case "slow":
                 time.sleep(entry.item.params["s"])
+            case _:
+                pass
         parts = tuple(wire.Part(p.name, bytes(entry.data(p))) for p in entry.item.parts)
         return wire.Answer(entry.item.id, "ok", parts)
 

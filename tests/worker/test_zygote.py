@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from gpusup.worker import wire
 
 #: What a worker may hold. Sockets: control, its own listener, the two ends of the signals' pair.
