@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpusup.proxy import accept, npy, raw_codec
+from gpusup.proxy.datatypes import NUMPY
 from gpusup.proxy.errors import InputTooLarge, InvalidInput, NotAcceptable, ProxyError
 from gpusup.worker.wire import Part, TensorSpec
 
@@ -138,7 +139,7 @@ def test_pickles_are_never_taken() -> None:
 def test_npy_arrays_are_read_in_any_order(array: Any) -> None:
     (part,) = decode(saved(array), "application/x-npy").parts
     assert isinstance(part.data, bytes)
-    dtype = raw_codec.NUMPY[part.datatype]
+    dtype = NUMPY[part.datatype]
     got = np.frombuffer(part.data, dtype).reshape(part.shape)
     np.testing.assert_array_equal(got.reshape(np.shape(array)), array)
 
@@ -261,7 +262,7 @@ def test_several_outputs_are_an_object() -> None:
 
 
 def test_npy_is_written_as_numpy_reads_it() -> None:
-    for datatype, dtype in raw_codec.NUMPY.items():
+    for datatype, dtype in NUMPY.items():
         array = np.zeros((2, 1), dtype)
         got = np.load(io.BytesIO(npy.write(datatype, (2, 1), array.tobytes())), allow_pickle=False)
         assert (got.dtype, got.shape) == (array.dtype, array.shape)
