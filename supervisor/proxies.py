@@ -1,0 +1,353 @@
+"""The proxy processes: started, kept alive, told what the world looks like, and replaced.
+
+All inherit one listening socket, so while one of them is gone the others take its connections, and
+with a single one they wait in the kernel's queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from . import wire
+from .channel import Channel
+from .family import Family, Watch, clean_env
+from .launcher import memory_file
+from .wire import DeviceUpdate, FromProxy, Listening, Snapshot, StopProxy, ToProxy
+
+_FIRST_WAIT_S: Final = 0.1
+_WAIT_LIMIT_S: Final = 5.0
+#: A proxy that lived so long had nothing wrong with it at its start.
+_HEALTHY_S: Final = 30.0
+#: What a proxy may have unread before tables are left out; the newest one follows later.
+_BACKLOG: Final = 256 * 1024
+_AFTER_STOP_S: Final = 2.0
+_NEW_ONE_S: Final = 30.0
+
+OnMessage = Callable[[str, FromProxy], None]
+OnGone = Callable[[str], None]
+
+
+def how_many(wanted: int | Literal["auto"]) -> int:
+    """`auto`: one on small machines, else a quarter of the cores up to four."""
+    if wanted != "auto":
+        return wanted
+    cores = len(os.sched_getaffinity(0))
+    return 1 if cores <= 2 else max(1, min(4, cores // 4))
+
+
+@dataclass(slots=True, eq=False)
+class _Proxy:
+    """One process."""
+
+    name: str
+    pid: int
+    channel: Channel
+    started: float
+    address: str = ""  # where it listens; "" until it does
+    leaving: bool = False
+    stale: bool = False  # a Snapshot was left out
+    watch: Watch | None = None
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Proxies:
+    """`count` proxies, named proxy0, proxy1, ...; while one is being replaced, the leaving one is
+    called proxy0-old.
+
+    `on_message(name, message)` for all that they say; `on_gone(name)` once a process has ended.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        listener: socket.socket,
+        config: bytes,
+        family: Family,
+        on_message: OnMessage,
+        on_gone: OnGone,
+        *,
+        command: Sequence[str] = (sys.executable, "-m", "gpusup.proxy"),
+        on_note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`config`: what each proxy reads from its --config-fd. `listener` stays the caller's."""
+        self.count = count
+        self.config = config  # of the next one started
+        self._listener = listener
+        self._family = family
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._command = command
+        self._on_note = on_note
+        self._loop = asyncio.get_running_loop()
+        self._proxies: dict[str, _Proxy] = {}
+        self._snapshot: Snapshot | None = None
+        self._waits: dict[str, float] = {}
+        self._restarts: dict[str, int] = {}
+        self._closed = False
+        self._all_listening = asyncio.Event()
+
+    # -- their lives -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for number in range(self.count):
+            self._start(f"proxy{number}")
+
+    async def listening(self) -> None:
+        """Returns when each has said once that it takes connections."""
+        await self._all_listening.wait()
+
+    def state(self) -> list[dict[str, Any]]:
+        """One row each: name, pid, state, restarts; the missing ones as `down`."""
+        names = {f"proxy{number}" for number in range(self.count)} | set(self._proxies)
+        rows = []
+        for name in sorted(names):
+            proxy = self._proxies.get(name)
+            state = "down"
+            if proxy:
+                state = "serving" if proxy.address else "starting"
+                state = "leaving" if proxy.leaving else state
+            rows.append(
+                {
+                    "name": name,
+                    "pid": proxy.pid if proxy else 0,
+                    "state": state,
+                    "restarts": self._restarts.get(name, 0),
+                    "address": proxy.address if proxy else "",
+                }
+            )
+        return rows
+
+    def knows(self, name: str) -> bool:
+        return name in self._proxies or name in {f"proxy{n}" for n in range(self.count)}
+
+    async def restart(self, name: str, limit_s: float) -> str:
+        """Replace one: the new one listens before the old one stops. Returns "" or what failed.
+
+        With `limit_s` the old one may finish what it has.
+        """
+        old = self._proxies.get(name)
+        if old is None:
+            if not self.knows(name):
+                return f"there is no {name}"
+            self._start(name)
+        else:
+            if f"{name}-old" in self._proxies:  # a second replacement ends the first one's wait
+                self._kill(self._proxies[f"{name}-old"])
+                await self._proxies[f"{name}-old"].gone.wait()
+            old.name = f"{name}-old"
+            old.leaving = True
+            self._proxies[old.name] = old
+            del self._proxies[name]
+            self._start(name)
+        new = self._proxies.get(name)
+        try:
+            async with asyncio.timeout(_NEW_ONE_S):
+                if new is None:
+                    return f"cannot start a new {name}"
+                await new.listening.wait()
+        except TimeoutError:
+            self._kill(new)
+            return f"the new {name} did not listen within {_NEW_ONE_S:g} s"
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        if old:
+            self._tell(old, StopProxy(limit_s))
+            await self._gone_within(old, limit_s + _AFTER_STOP_S)
+        return ""
+
+    async def stop(self, limit_s: float) -> None:
+        """Let all finish what they have; end those that are not through after the limit."""
+        self._closed = True
+        proxies = list(self._proxies.values())
+        for proxy in proxies:
+            proxy.leaving = True
+            self._tell(proxy, StopProxy(limit_s))
+        await asyncio.gather(*(self._gone_within(p, limit_s + _AFTER_STOP_S) for p in proxies))
+
+    def kill(self) -> None:
+        """End all at once."""
+        self._closed = True
+        for proxy in list(self._proxies.values()):
+            self._kill(proxy)
+
+    def _start(self, name: str) -> None:
+        if self._closed or name in self._proxies:
+            return
+        ours, its = socket.socketpair()
+        config_fd = memory_file("gpusup-proxy-config", self.config)
+        fds = (self._listener.fileno(), its.fileno(), config_fd)
+        argv = [
+            *self._command,
+            "--listen-fd",
+            str(fds[0]),
+            "--link-fd",
+            str(fds[1]),
+            "--config-fd",
+            str(fds[2]),
+            "--name",
+            name,
+        ]
+        try:
+            pid = self._family.spawn(argv, env=clean_env(), pass_fds=fds, new_session=True)
+        except OSError as error:
+            ours.close()
+            self._on_note(f"cannot start {name}: {error.strerror}")
+            self._again(name)
+            return
+        finally:
+            its.close()
+            os.close(config_fd)
+        self._take(name, pid, ours)
+
+    def _take(
+        self, name: str, pid: int, sock: socket.socket, unread: bytes = b"", unsent: bytes = b""
+    ) -> _Proxy:
+        channel = Channel(
+            sock,
+            lambda body: self._hear(proxy, body),
+            lambda why: self._cut_off(proxy, why),
+            on_drained=lambda: self._drained(proxy),
+            unread=unread,
+            unsent=unsent,
+        )
+        proxy = _Proxy(name=name, pid=pid, channel=channel, started=self._loop.time())
+        self._proxies[name] = proxy
+        self._family.adopt(pid)
+        proxy.watch = self._family.watch(pid, lambda code, words: self._ended(proxy, code, words))
+        # It waits for this before it takes any request.
+        if self._snapshot:
+            self._tell(proxy, self._snapshot)
+        return proxy
+
+    def _ended(self, proxy: _Proxy, returncode: int, words: str) -> None:
+        proxy.channel.read_rest()  # its last counts
+        proxy.channel.close()
+        proxy.gone.set()
+        if self._proxies.get(proxy.name) is proxy:
+            del self._proxies[proxy.name]
+        self._on_gone(proxy.name)
+        if proxy.leaving or self._closed:
+            return
+        self._on_note(f"{proxy.name} ended ({words or f'exit {returncode}'})")
+        self._restarts[proxy.name] = self._restarts.get(proxy.name, 0) + 1
+        if self._loop.time() - proxy.started >= _HEALTHY_S:
+            self._waits.pop(proxy.name, None)
+        if proxy.address and proxy.name not in self._waits:
+            self._waits[proxy.name] = _FIRST_WAIT_S
+            self._start(proxy.name)  # it had served: clients wait, so at once
+        else:
+            self._again(proxy.name)
+
+    def _again(self, name: str) -> None:
+        wait = self._waits.get(name, _FIRST_WAIT_S)
+        self._waits[name] = min(wait * 2, _WAIT_LIMIT_S)
+        self._loop.call_later(wait, self._start, name)
+
+    async def _gone_within(self, proxy: _Proxy, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await proxy.gone.wait()
+        except TimeoutError:
+            self._on_note(f"{proxy.name} did not stop within {limit_s:g} s")
+            self._kill(proxy)
+            await proxy.gone.wait()
+
+    def _kill(self, proxy: _Proxy) -> None:
+        if not proxy.gone.is_set():
+            with suppress(ProcessLookupError):
+                os.kill(proxy.pid, signal.SIGKILL)
+
+    # -- talking ---------------------------------------------------------------------------------
+
+    def broadcast(self, message: ToProxy) -> None:
+        """To all. Of Snapshots the newest is kept for those that start or lag behind."""
+        if isinstance(message, Snapshot):
+            self._snapshot = message
+        body = wire.encode(message)
+        for proxy in self._proxies.values():
+            if proxy.channel.backlog <= _BACKLOG or not isinstance(
+                message, Snapshot | DeviceUpdate
+            ):
+                proxy.channel.send(body)
+            elif isinstance(message, Snapshot):
+                proxy.stale = True
+
+    def send(self, name: str, message: ToProxy) -> bool:
+        """To one, e.g. the Reply to its Ask. False if it is gone."""
+        proxy = self._proxies.get(name)
+        if proxy is None:
+            return False
+        self._tell(proxy, message)
+        return True
+
+    def _tell(self, proxy: _Proxy, message: ToProxy) -> None:
+        proxy.channel.send(wire.encode(message))
+
+    def _drained(self, proxy: _Proxy) -> None:
+        if proxy.stale and self._snapshot:
+            proxy.stale = False
+            self._tell(proxy, self._snapshot)
+
+    def _hear(self, proxy: _Proxy, body: bytes) -> None:
+        message = wire.decode_from_proxy(body)
+        if isinstance(message, Listening):
+            proxy.address = message.address
+            proxy.listening.set()
+            serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
+            if serving >= self.count:
+                self._all_listening.set()
+        self._on_message(proxy.name, message)
+
+    def _cut_off(self, proxy: _Proxy, why: str) -> None:
+        # Without its line it serves an old world: it ends by itself, or is ended.
+        if why != "connection ended":
+            self._on_note(f"{proxy.name}: {why}")
+        self._loop.call_later(_AFTER_STOP_S, self._kill, proxy)
+
+    # -- upgrade in place ------------------------------------------------------------------------
+
+    def export(self) -> dict[str, Any]:
+        """Let go of all proxies; they notice nothing."""
+        self._closed = True
+        rows = []
+        for proxy in self._proxies.values():
+            if proxy.watch:
+                proxy.watch.cancel()
+            rows.append(
+                {
+                    "name": proxy.name,
+                    "pid": proxy.pid,
+                    "address": proxy.address,
+                    "leaving": proxy.leaving,
+                    **proxy.channel.export(),
+                }
+            )
+        return {"proxies": rows, "restarts": self._restarts}
+
+    def restore(self, exported: Mapping[str, Any]) -> None:
+        """Go on with them, instead of `start`; what is missing is started."""
+        self._restarts.update(exported["restarts"])
+        for row in exported["proxies"]:
+            proxy = self._take(
+                row["name"],
+                row["pid"],
+                socket.socket(fileno=row["link_fd"]),
+                row["unread"],
+                row["unsent"],
+            )
+            proxy.leaving = row["leaving"]
+            if row["address"]:
+                proxy.address = row["address"]
+                proxy.listening.set()
+        self.start()
+        serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
+        if serving >= self.count:
+            self._all_listening.set()
