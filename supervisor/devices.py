@@ -231,3 +231,36 @@ def device_info(
         foreign=foreign,
         source=got.source,
     )
+
+
+class IdleWatch:
+    """Finds out what is in use on a device when nobody computes there.
+
+    Memory and process list are read one after the other, and a process that starts in between
+    would spoil the difference; so several readings in a row must agree.
+    """
+
+    AGREE: Final = 3
+    WITHIN_BYTES: Final = 64 * 2**20
+
+    def __init__(self) -> None:
+        self._readings: list[int] = []
+
+    def note(self, sample: DeviceSample, our_workers: int) -> int | None:
+        """Bytes in use without any process, once that is certain; else None.
+
+        `our_workers`: how many of ours there are, dead ones whose memory is not back included.
+        """
+        if sample.lost or not plausible(sample.total, sample.free) or our_workers:
+            self._readings.clear()
+            return None
+        sizes = [process.used for process in sample.processes or ()]
+        if any(size is None for size in sizes):
+            self._readings.clear()
+            return None
+        used = (sample.total or 0) - (sample.free or 0) - sum(size or 0 for size in sizes)
+        self._readings = [*self._readings, used][-self.AGREE :]
+        if len(self._readings) < self.AGREE:
+            return None
+        low, high = min(self._readings), max(self._readings)
+        return high if low >= 0 and high - low <= self.WITHIN_BYTES else None
