@@ -55,7 +55,6 @@ class _Proxy:
     leaving: bool = False
     stale: bool = False  # a Snapshot was left out
     watch: Watch | None = None
-    listening: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -135,33 +134,46 @@ class Proxies:
         With `limit_s` the old one may finish what it has.
         """
         old = self._proxies.get(name)
-        if old is None:
-            if not self.knows(name):
-                return f"there is no {name}"
-            self._start(name)
-        else:
-            if f"{name}-old" in self._proxies:  # a second replacement ends the first one's wait
-                self._kill(self._proxies[f"{name}-old"])
-                await self._proxies[f"{name}-old"].gone.wait()
-            old.name = f"{name}-old"
-            old.leaving = True
-            self._proxies[old.name] = old
-            del self._proxies[name]
-            self._start(name)
-        new = self._proxies.get(name)
-        try:
-            async with asyncio.timeout(_NEW_ONE_S):
-                if new is None:
-                    return f"cannot start a new {name}"
-                await new.listening.wait()
-        except TimeoutError:
-            self._kill(new)
+        if old is None and not self.knows(name):
+            return f"there is no {name}"
+        if old:
+            elder = self._proxies.get(f"{name}-old")
+            if elder:  # a second replacement ends the first one's wait
+                self._kill(elder)
+                await elder.gone.wait()
+            self._rename(old, f"{name}-old", leaving=True)
+        self._start(name)
+        if not await self._listens(name):
+            failed = self._proxies.get(name)
+            if failed:
+                failed.leaving = True
+                self._kill(failed)
+                await failed.gone.wait()
+            if old and not old.gone.is_set():
+                self._rename(old, name, leaving=False)  # it has never stopped serving
             return f"the new {name} did not listen within {_NEW_ONE_S:g} s"
         self._restarts[name] = self._restarts.get(name, 0) + 1
         if old:
             self._tell(old, StopProxy(limit_s))
             await self._gone_within(old, limit_s + _AFTER_STOP_S)
         return ""
+
+    def _rename(self, proxy: _Proxy, name: str, *, leaving: bool) -> None:
+        if self._proxies.get(proxy.name) is proxy:
+            del self._proxies[proxy.name]
+        proxy.name, proxy.leaving = name, leaving
+        if not proxy.gone.is_set():
+            self._proxies[name] = proxy
+
+    async def _listens(self, name: str) -> bool:
+        """Whether a proxy of that name, perhaps not the first one, listens in time."""
+        until = self._loop.time() + _NEW_ONE_S
+        while self._loop.time() < until:
+            proxy = self._proxies.get(name)
+            if proxy and proxy.address:
+                return True
+            await asyncio.sleep(0.02)
+        return False
 
     async def stop(self, limit_s: float) -> None:
         """Let all finish what they have; end those that are not through after the limit."""
@@ -300,7 +312,6 @@ class Proxies:
         message = wire.decode_from_proxy(body)
         if isinstance(message, Listening):
             proxy.address = message.address
-            proxy.listening.set()
             serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
             if serving >= self.count:
                 self._all_listening.set()
@@ -346,8 +357,7 @@ class Proxies:
             proxy.leaving = row["leaving"]
             if row["address"]:
                 proxy.address = row["address"]
-                proxy.listening.set()
-        self.start()
+            self.start()
         serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
         if serving >= self.count:
             self._all_listening.set()

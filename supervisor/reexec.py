@@ -51,19 +51,19 @@ def hand_over(state: Mapping[str, Any], argv: Sequence[str] = ()) -> NoReturn:
     except (OSError, TypeError, msgspec.MsgspecError) as error:
         raise ReexecError(f"cannot pack the state: {error}") from error
     kept = list(descriptors(state))
+    command = list(argv) or [sys.executable, *sys.orig_argv[1:]]
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
             file.write(data)
         for one in kept:
             os.set_inheritable(one, True)
-        argv = argv or [sys.executable, *sys.orig_argv[1:]]
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execve(argv[0], argv, {**os.environ, _VARIABLE: str(fd)})
+        os.execve(command[0], command, {**os.environ, _VARIABLE: str(fd)})
     except OSError as error:
         for one in kept:
             os.set_inheritable(one, False)
-        raise ReexecError(f"cannot start {argv[0] if argv else sys.executable}: {error}") from error
+        raise ReexecError(f"cannot start {command[0]}: {error.strerror}") from error
     finally:
         os.close(fd)
 

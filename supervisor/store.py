@@ -1,7 +1,7 @@
 """One value kept in a file across restarts: written whole or not at all.
 
 The file is JSON, `{"schema": 1, "data": ...}`, so that an operator can read it. One that can't be
-used is put aside and the service starts as if there had been none: a bad file must not keep it down.
+used is put aside, and the service starts as if there had been none rather than not at all.
 """
 
 from __future__ import annotations
