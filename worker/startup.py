@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpusup.conf.places import weights_of
+
 from . import progress, wire
 from .batcher import Unit
 from .codec import DTYPES, NAMES
@@ -184,7 +186,7 @@ class Startup:
         except Exception as error:
             raise LoadProblem("config", f"cannot use handler {name}: {_where(error)}") from error
         model.settings = dict(spec.config.get("settings", {}))
-        model.weights = str(spec.config.get("weights", ""))
+        model.weights = weights_of(str(spec.config.get("weights", "")), spec.version)
         model.dtype = str(spec.config.get("dtype", "model"))
         return model
 
@@ -267,7 +269,7 @@ class Startup:
     def _golden(self, model: Any, settings: Settings, runner: Runner) -> None:
         from .golden import compare, read
 
-        inputs, expected = read(settings.golden)
+        inputs, expected = read(weights_of(settings.golden, self._spec.version))
         single = len(inputs) == 1 and len(settings.inputs) < 2
         tensors = {"" if single else name: value for name, value in inputs.items()}
         rows = min(value.shape[0] for value in tensors.values())
