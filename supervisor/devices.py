@@ -14,6 +14,7 @@ from typing import Final, Literal, Protocol, TypeVar
 from gpusup.conf.schema import DevicesConfig
 from gpusup.worker.wire import Memory
 
+from .ledger import IDLE_TOLERANCE_BYTES, IDLE_TOLERANCE_SHARE
 from .probe_wire import DeviceSample, ProcessUse
 from .watermark import plausible, reclaimable, watermark
 from .wire import DeviceInfo
@@ -216,6 +217,9 @@ def device_info(
             processes=sample.processes,
             our_pids=our_pids,
         )
+        if 0 < budget == got.total:
+            # Strangers matter only as far as they eat into what we may have.
+            foreign = max(0, got.total - got.free - held(workers))
     return DeviceInfo(
         name=sample.name,
         uuid=sample.uuid,
@@ -264,3 +268,33 @@ class IdleWatch:
             return None
         low, high = min(self._readings), max(self._readings)
         return high if low >= 0 and high - low <= self.WITHIN_BYTES else None
+
+
+class Baselines:
+    """Per device: what is in use there when it is idle. The device's own figures, never a budget's.
+
+    The lowest that was ever certain counts: what lies above it has a holder, known or not.
+    """
+
+    def __init__(self) -> None:
+        self._watches: dict[str, IdleWatch] = {}
+        self._lowest: dict[str, int] = {}
+        self._totals: dict[str, int] = {}
+
+    def note(self, sample: DeviceSample, our_workers: int) -> None:
+        """Call for every sample; `our_workers` as in IdleWatch.note."""
+        idle = self._watches.setdefault(sample.name, IdleWatch()).note(sample, our_workers)
+        if idle is not None:
+            self._lowest[sample.name] = min(idle, self._lowest.get(sample.name, idle))
+            self._totals[sample.name] = sample.total or 0
+
+    def baseline(self, device: str) -> int | None:
+        return self._lowest.get(device)
+
+    def idle_at(self, device: str) -> int | None:
+        """Bytes in use up to which the device counts as idle; None: never seen idle."""
+        if device not in self._lowest:
+            return None
+        return self._lowest[device] + max(
+            IDLE_TOLERANCE_BYTES, int(IDLE_TOLERANCE_SHARE * self._totals[device])
+        )

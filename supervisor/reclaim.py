@@ -119,7 +119,7 @@ async def wait_released(
     kind: str,
     pid: int,
     latest: Latest,
-    idle_at: int,
+    idle_at: int | None,
     others: Callable[[], int] = lambda: 0,
     ours: Callable[[], Collection[int]] = tuple,
     limit_s: float = LIMIT_S,
@@ -127,8 +127,10 @@ async def wait_released(
 ) -> Release:
     """Wait for the memory of the dead worker `pid` (its session has the same number).
 
-    `latest`: as ProbeLink.latest. `idle_at`: Ledger.idle_at. `others`: see `left_over`. `ours`:
-    pids of the probe and of living workers, which are not to be named as holders.
+    `latest`: as ProbeLink.latest. `idle_at`: as Baselines.idle_at (not the ledger's where a device
+    has a budget); None: the device was never seen idle, so only the processes are waited for.
+    `others`: see `left_over`. `ours`: pids of the probe and of living workers, which are not to be
+    named as holders.
     """
     now = asyncio.get_running_loop().time
     began = now()
@@ -148,12 +150,12 @@ async def wait_released(
             if pid not in listed:
                 pid_gone_s = passed if pid_gone_s is None else pid_gone_s
                 # A number that isn't here is of another world, or of the dead one itself.
-                trusted = all(os.path.exists(f"/proc/{number}") for number in listed)
+                trusted = all(read_process(number) is not None for number in listed)
                 rest = left_over(sample, others(), trusted=trusted)
-                if rest is not None and rest <= idle_at:
+                if rest is not None and (idle_at is None or rest <= idle_at):
                     return Release(
                         returned=True,
-                        verified=True,
+                        verified=idle_at is not None,
                         seconds=passed,
                         pid_gone_s=pid_gone_s,
                         memory_back_s=passed,
@@ -180,7 +182,7 @@ def _given_up(
     pid: int,
     members: Sequence[int],
     sample: DeviceSample | None,
-    idle_at: int,
+    idle_at: int | None,
     others: int,
     ours: Collection[int],
     passed: float,
@@ -197,7 +199,7 @@ def _given_up(
     )
     rest = None if sample is None else left_over(sample, others)
     who = ", ".join(map(str, holders)) or "nobody that can be seen from here"
-    if members or rest is None:
+    if members or rest is None or idle_at is None:
         text = f"processes of the dead worker live on after {passed:.0f} s: {who}"
     else:
         text = (
