@@ -124,7 +124,6 @@ def serve(
     data = DataServer(loop, spec, engine, progress)
     engine.on_relief = data.push_load
     engine.reply_all = data.reply_all
-    control.attach(engine)
     settle_torch(spec, forked)
     ready = engine.load(control.tell, control.wait_go)
     try:
@@ -132,7 +131,8 @@ def serve(
     except OSError as error:
         raise LoadProblem("error", f"cannot listen on {spec.data_path}: {error}") from error
     terminate.gently(engine)
-    control.tell(ready)
+    control.tell(ready)  # before a drain that was asked for meanwhile is answered
+    control.attach(engine)
     engine.run()
     data.finish(LAST_WORDS_S)
     control.flush_for(LAST_WORDS_S)
