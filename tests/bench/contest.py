@@ -33,6 +33,7 @@ class Setting:
     quick: bool
     gpu: bool
     weights_bytes: int
+    nice: int
     say: Callable[[str], None]
 
     def rounds(self, usual: int) -> int:
@@ -90,6 +91,7 @@ def peer_server(peer: Peer, job: Job, setting: Setting) -> Server:
         body=body,
         content_type=kind,
         log=setting.folder / f"{peer.name}.log",
+        nice=setting.nice,
         cores=job.cores,
         start_limit_s=peer.start_limit_s,
         env=dict(peer.env)
@@ -119,7 +121,7 @@ def gpusup_server(job: Job, setting: Setting) -> Server:
             "state_dir": str(folder / "state"),
         },
         "log": {"level": "warning", "requests": 0.0},
-        "devices": {"cpu_slots": job.workers} if not setting.gpu else {},
+        "devices": {} if setting.gpu else {"use": ["cpu"], "cpu_slots": job.workers},
         f"models.{MODEL}": {
             "handler": handler,
             "workers": job.workers if setting.gpu else 1,
@@ -140,6 +142,7 @@ def gpusup_server(job: Job, setting: Setting) -> Server:
         body=job.body or NOOP,
         content_type=BYTES if job.body else JSON,
         log=folder / "log",
+        nice=setting.nice,
         cores=job.cores,
         start_limit_s=120.0,
     )

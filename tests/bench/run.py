@@ -21,6 +21,7 @@ from contest import Setting
 from load import Wrk
 from peers import PEERS, USUAL, BenchProblem, chosen
 from result import Result
+from server import give_priority
 
 BENCHES: dict[str, Callable[[Setting], Result]] = {
     "frontdoor": throughput.frontdoor,
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--wrk", default="", metavar="DIR", help="filled by carry_wrk.sh")
     parser.add_argument("--gpu", action="store_true", help="recovery and swap on the GPUs")
     parser.add_argument("--weights-mib", type=int, default=0, help="swap: size of the weights")
+    parser.add_argument("--nice", type=int, default=0, help="of all that runs; below 0 as root")
     parser.add_argument("--keep", metavar="DIR", help="keep logs and configurations there")
     told = parser.parse_args()
     on_gpu = told.name.startswith("gpu-")
@@ -52,6 +54,7 @@ def main() -> int:
         folder = Path(told.keep or temporary).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         try:
+            give_priority(os.getpid(), told.nice)
             setting = Setting(
                 folder=folder,
                 cache=Path(told.cache).expanduser(),
@@ -59,13 +62,14 @@ def main() -> int:
                 peers=tuple(chosen(usual if told.peers is None else told.peers)),
                 quick=told.quick,
                 gpu=told.gpu or on_gpu,
+                nice=told.nice,
                 weights_bytes=(told.weights_mib or (5120 if told.gpu else 64)) << 20,
                 say=lambda text: print(text, file=sys.stderr, flush=True),
             )
             if not on_gpu and len(os.sched_getaffinity(0)) < 2:
                 raise BenchProblem("two cores are needed: one for the server, one for the load")
             result = BENCHES[told.name](setting)
-        except BenchProblem as problem:
+        except (BenchProblem, PermissionError) as problem:
             print(f"cannot measure {told.name}: {problem}", file=sys.stderr)
             return 1
     print(result.to_json() if told.json else result.to_text())

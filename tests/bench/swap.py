@@ -60,7 +60,7 @@ async def swap_one(
     began = time.perf_counter()
     command = gpusupctl(
         server, "reload-model", MODEL, "--version", str(version), "--weights", str(weights),
-        "--strategy", strategy,
+        "--strategy", strategy, "--allow-gap", "30s",
     )  # fmt: skip
     running = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
