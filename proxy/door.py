@@ -18,18 +18,23 @@ which means that the client has left.
 from __future__ import annotations
 
 import hashlib
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
 from gpusup.conf.schema import Config
 from gpusup.supervisor.wire import ModelInfo, Reply, Snapshot
 from gpusup.worker import wire
 
-from .errors import ModelNotFound
+from .arena import INLINE_BYTES
+from .errors import ModelNotFound, ProxyError
 
 if TYPE_CHECKING:
     from .arena import Arena, Lease
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
 
 #: Key of the request's id in `request[...]`, set before any handler runs.
 REQUEST_ID = "request_id"
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +71,8 @@ class Call:
     leases: Sequence[Lease] = ()
     cost: int | None = None  # device bytes, if the caller knows better than the measured peaks
     received: float = 0.0
+    served_version: str = ""  # set when it is sent to a worker
+    served_slot: str = ""
 
     def input_hash(self, arena: memoryview) -> str:
         """Names the input across proxies and workers. Reads all of it: not for each request."""
@@ -118,7 +127,12 @@ class Door:
         self.arena = arena
         self.reader = reader
         self.counts = counts
+        self._prefix = f"{secrets.token_hex(6)}-"  # unique among proxies and their generations
+        self._requests = 0
         self.checks: list[Callable[[web.Request], None]] = []
+        self.rereads: list[Callable[[], None]] = []  # on reload: API keys and the like
+        #: (path prefix, body of an error): how surfaces other than the raw and v2 ones say it.
+        self.error_bodies: list[tuple[str, Callable[[ProxyError, str], bytes]]] = []
         self.stopping = False  # this process is leaving: every answer says `Connection: close`
 
     @property
@@ -167,16 +181,90 @@ class Door:
 
     async def expect(self, request: web.Request) -> web.StreamResponse | None:
         """`expect_handler` of every route that reads a body: refuses before 100-continue."""
-        return await self.reader.expect(request)
+        try:
+            self.check(request)
+            return await self.reader.expect(request)
+        except ProxyError as error:
+            return self.refuse(request, error)
+
+    def check(self, request: web.Request) -> None:
+        for check in self.checks:
+            check(request)
+
+    def refuse(self, request: web.Request, error: ProxyError) -> web.Response:
+        """The answer that says so, in the form of the surface that was asked."""
+        request_id = request.get(REQUEST_ID) or self.name_request(request)
+        for prefix, say in self.error_bodies:
+            if request.path.startswith(prefix):
+                body = say(error, request_id)
+                break
+        else:
+            body = error.body(request_id)
+        headers = {"Content-Type": "application/json", **error.all_headers()}
+        response = web.Response(status=error.status, body=body, headers=headers)
+        if error.close:
+            response.force_close()
+        return response
+
+    def name_request(self, request: web.Request) -> str:
+        """The client's X-Request-Id if it is a sane one, else our own; kept with the request."""
+        named = request.headers.get("X-Request-Id")
+        if named is None or _SANE_ID.fullmatch(named) is None:
+            self._requests += 1
+            named = f"{self._prefix}{self._requests:x}"
+        request[REQUEST_ID] = named
+        return named
 
     async def infer(self, call: Call) -> Outcome:
         """One answer, always with status "ok". Raises a ProxyError for everything else."""
-        return await self.dispatcher.infer(call)
+        for part in call.parts:
+            if isinstance(part.data, bytes) and len(part.data) > INLINE_BYTES:
+                break
+        else:
+            return await self.dispatcher.infer(call)
+        parked = await self._park(call)
+        try:
+            return await self.dispatcher.infer(call)
+        finally:
+            for lease in parked:
+                lease.release()
 
-    def stream(self, call: Call) -> AsyncIterator[wire.Answer]:
+    async def stream(self, call: Call) -> AsyncGenerator[wire.Answer, None]:
         """Many answers: all but the last have `more`. What fails before the first is raised by the
         first `__anext__`, so peek before the status is sent. Close it (aclose) to cancel."""
-        return self.dispatcher.stream(call)
+        parked = await self._park(call)
+        try:
+            async with aclosing(self.dispatcher.stream(call)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            for lease in parked:
+                lease.release()
+
+    async def _park(self, call: Call) -> list[Lease]:
+        """Bulk that a codec made (inflated, from base64, converted) goes into the arena too: a
+        frame has no room for it. The caller releases."""
+        parked: list[Lease] = []
+        parts: list[wire.Part] = []
+        try:
+            for part in call.parts:
+                if isinstance(part.data, bytes) and len(part.data) > INLINE_BYTES:
+                    size = len(part.data)
+                    wait = max(0.0, call.deadline - time.monotonic()) if call.deadline else 60.0
+                    lease = await self.arena.lease(size, wait)
+                    parked.append(lease)
+                    lease.view[:] = part.data
+                    block = wire.Block(lease.offset, size)
+                    part = msgspec.structs.replace(part, data=block)
+                parts.append(part)
+        except BaseException:
+            for lease in parked:
+                lease.release()
+            raise
+        if parked:
+            call.parts = tuple(parts)
+            call.leases = (*call.leases, *parked)
+        return parked
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Reply:
         """A call of the supervisor's control API. Raises SupervisorLost."""

@@ -1,0 +1,251 @@
+"""The aiohttp application: what every answer carries, and the settings it runs with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+
+from aiohttp import web
+
+from gpusup.conf.log import event
+
+from .door import REQUEST_ID, Door
+from .errors import InvalidInput, MethodNotAllowed, NotFound, ProxyError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_log: Final = logging.getLogger("gpusup.proxy.http")
+
+#: How long an answered connection is read on, so that its client sees the answer to a body
+#: that was not read.
+_LINGER_S: Final = 2.0
+
+
+class Internal(ProxyError):
+    status = 500
+    code = "INTERNAL"
+
+
+class OtherStatus(ProxyError):
+    """What aiohttp itself raises, in our form."""
+
+    code = "HTTP_ERROR"
+
+    def __init__(self, error: web.HTTPException) -> None:
+        super().__init__(error.reason)
+        self.status = error.status  # type: ignore[misc]
+
+
+def make_app(door: Door, rng: random.Random | None = None) -> web.Application:
+    chance = rng or random.Random()
+    counts = door.counts
+    sampled = door.config.log.requests
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whatever happens inside becomes an answer, is counted, and has its id."""
+        begun = time.monotonic()
+        request_id = door.name_request(request)
+        status = 499
+        try:
+            try:
+                if door.checks:
+                    door.check(request)
+                response = await handler(request)
+            except ProxyError as error:
+                response = door.refuse(request, error)
+            except web.HTTPMethodNotAllowed as error:
+                allow = ", ".join(sorted(error.allowed_methods))
+                response = door.refuse(
+                    request,
+                    MethodNotAllowed(
+                        f"{request.method} is not allowed here, {allow} is",
+                        headers={"Allow": allow},
+                    ),
+                )
+            except web.HTTPNotFound:
+                response = door.refuse(request, NotFound(f"nothing is at {request.path[:200]}"))
+            except web.HTTPException as error:
+                response = door.refuse(request, OtherStatus(error))
+            except UnicodeDecodeError:
+                response = door.refuse(request, InvalidInput("the request is not UTF-8"))
+            except ConnectionError:
+                raise asyncio.CancelledError from None  # the client left while it was answered
+            except Exception as error:
+                # Ours to mend: the log has where, the client only that.
+                _log.exception("cannot answer %s %s: %r", request.method, request.path, error)
+                response = door.refuse(request, Internal("internal error"))
+            status = response.status
+            return response
+        finally:
+            took = time.monotonic() - begun
+            resource = request.match_info.route.resource
+            route = resource.canonical if resource is not None else "unmatched"
+            counts.observe(
+                "http_server_request_duration_seconds",
+                (route, request.method, str(status)),
+                took,
+            )
+            if sampled and (sampled >= 1 or chance.random() < sampled):
+                event(
+                    "request",
+                    request_id=request_id,
+                    method=request.method,
+                    path=request.path,
+                    status=status,
+                    seconds=round(took, 6),
+                    bytes=request.content_length or 0,
+                    remote=request.remote or "",
+                )
+
+    app = web.Application(middlewares=[guard], client_max_size=door.reader.limit)
+
+    async def dress(request: web.Request, response: web.StreamResponse) -> None:
+        headers = response.headers
+        headers["Server"] = "gpusup"
+        headers["X-Request-Id"] = request.get(REQUEST_ID) or door.name_request(request)
+        if "Cache-Control" not in headers:
+            headers["Cache-Control"] = "no-store"
+        if door.draining:
+            response.force_close()
+            headers["Connection"] = "close"
+
+    app.on_response_prepare.append(dress)
+    return app
+
+
+class Quiet(logging.Filter):
+    """Broken clients are no errors of ours, and nobody may fill the disk by breaking things."""
+
+    def __init__(self, a_second: int = 10) -> None:
+        super().__init__()
+        self._a_second = a_second
+        self._second = 0
+        self._said = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info is not None:
+            record.msg = f"{record.getMessage()}: {record.exc_info[1]!r}"
+            record.args = ()
+            record.exc_info = None
+            if record.name == "gpusup.proxy.parser":
+                record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._said = second, 0
+        self._said += 1
+        return self._said <= self._a_second and record.levelno >= logging.INFO
+
+
+def make_runner(app: web.Application, door: Door) -> web.AppRunner:
+    """One misspelt name here and aiohttp would silently run with none of these settings."""
+    server = door.config.server
+    parser_log = logging.getLogger("gpusup.proxy.parser")
+    if not parser_log.filters:
+        parser_log.addFilter(Quiet())
+    return web.AppRunner(
+        app,
+        access_log=None,
+        auto_decompress=False,
+        handler_cancellation=True,
+        keepalive_timeout=server.idle_timeout,
+        lingering_time=_LINGER_S,
+        max_line_size=server.header_limit,
+        max_field_size=server.header_limit,
+        max_headers=100,
+        shutdown_timeout=server.drain_limit,
+        logger=parser_log,
+    )
+
+
+class Site(web.BaseSite):
+    """The inherited listening socket. Beyond `most` connections the kernel's backlog waits."""
+
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        sock: socket.socket,
+        *,
+        most: int,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(runner, ssl_context=ssl_context)
+        self._sock = sock
+        self._most = most
+        self._accepting = False
+        self._opening: set[asyncio.Task[None]] = set()
+        self._later: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        scheme = "https" if self._ssl_context else "http"
+        if self._sock.family == socket.AF_UNIX:
+            return f"{scheme}://unix:{self._sock.getsockname()}:"
+        host, port = self._sock.getsockname()[:2]
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    async def start(self) -> None:
+        await super().start()
+        self._sock.setblocking(False)
+        self._resume()
+
+    def _resume(self) -> None:
+        self._later = None
+        self._accepting = True
+        asyncio.get_running_loop().add_reader(self._sock, self._accept)
+
+    def _pause(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock)
+        self._later = loop.call_later(seconds, self._resume)
+
+    def connections(self) -> int:
+        server = self._runner.server
+        return (len(server._connections) if server is not None else 0) + len(self._opening)
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        # A few at a time: the other proxies listen to the same socket.
+        for _ in range(8):
+            if self.connections() >= self._most:
+                self._pause(0.05)
+                return
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors, most likely. The backlog waits; trying again at once
+                # would only burn the processor.
+                _log.warning("cannot accept a connection: %s", error.strerror)
+                self._pause(0.5)
+                return
+            sock.setblocking(False)
+            task = loop.create_task(self._open(sock))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, sock: socket.socket) -> None:
+        server = self._runner.server
+        if server is None:
+            sock.close()
+            return
+        with suppress(OSError, ssl.SSLError):  # gone already, or no TLS
+            await asyncio.get_running_loop().connect_accepted_socket(
+                server, sock, ssl=self._ssl_context
+            )
+
+    async def stop(self) -> None:
+        if self._accepting:
+            self._accepting = False
+            asyncio.get_running_loop().remove_reader(self._sock)
+            if self._later is not None:
+                self._later.cancel()
+        await super().stop()

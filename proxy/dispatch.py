@@ -1,0 +1,713 @@
+"""From the queue to a worker, and back to whoever waits for the answer.
+
+All requests that can go in one turn of the loop go together: handlers push and wake, one pump
+sends, each worker gets one frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+
+from gpusup.conf.schema import Config
+from gpusup.supervisor.wire import (
+    Band,
+    DeviceInfo,
+    DeviceUpdate,
+    FromProxy,
+    ModelInfo,
+    Shed,
+    Snapshot,
+    WantModel,
+)
+from gpusup.worker import wire
+
+from .admission import BandChange, Bands, Costs, Ledger
+from .arena import Arena
+from .counts import Counts
+from .door import Call, Outcome
+from .errors import (
+    DeadlineExceeded,
+    Draining,
+    InputRefused,
+    InputTooLarge,
+    ModelNotFound,
+    NoWorker,
+    ProxyError,
+    QueueFull,
+    ShedLoad,
+    WorkerLost,
+)
+from .queue import Deadlines, Queue, rank
+from .refusals import refusal
+from .routes import bind_version, candidates, choose
+from .workers import STREAM_CREDIT, Entry, Worker, Workers
+
+#: At least this many may wait for busy workers in the normal band.
+_WAITING_LEAST = 256
+#: Turns of all workers that may wait in the normal band.
+_WAITING_TURNS = 8
+#: Records of shedding asked of the supervisor, per device and second; all are counted.
+_SHEDS_TOLD = 20
+
+
+class Served:
+    """A model, and what this proxy knows of its traffic."""
+
+    def __init__(self, info: ModelInfo, starvation_s: float) -> None:
+        self.info = info
+        self.costs = Costs(info.peaks)
+        self.starvation_s = starvation_s
+        self.waiting = 0
+        self.done = 0
+        self.rate = 0.0  # answers a second, smoothed
+        self.degraded: dict[str, int] = {}  # step -> in flight
+        self.wanted_at = 0.0
+
+    def update(self, info: ModelInfo) -> None:
+        if info.peaks != self.info.peaks:
+            self.costs = Costs(info.peaks)
+        self.info = info
+
+
+class Lane:
+    """The waiting requests of a model that may go to the same workers."""
+
+    def __init__(self, served: Served, version: str) -> None:
+        self.served = served
+        self.version = version
+        self.queue: Queue[Entry] = Queue(served.starvation_s)
+        self.workers: list[Worker] = []
+        self.fallback: list[Worker] = []
+        self.present = False  # some worker could take work soon, if not now
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        name: str,
+        arena: Arena,
+        counts: Counts,
+        tell: Callable[[FromProxy], None],
+        rng: random.Random,
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._counts = counts
+        self._tell = tell
+        self._rng = rng
+        self._ledger = Ledger()
+        self._bands = Bands(config.watermark, self._ledger, name)
+        self._workers = Workers(name, arena, self, tell)
+        self._served: dict[str, Served] = {}
+        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._active: dict[Lane, None] = {}  # with someone waiting; an ordered set
+        self._deadlines: Deadlines[Entry] = Deadlines()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._woken = False
+        self._calm = True  # no device is in a band that asks for care
+        self._sheds_told: dict[str, tuple[int, int]] = {}
+        self._poisoned: frozenset[str] = frozenset()
+        self.models: dict[str, ModelInfo] = {}
+        self.used: set[str] = set()
+        self.in_flight = 0  # requests from admission to answer
+        self.snapshot = Snapshot(
+            serial=0, routes=(), models=(), devices=(), ready=False, draining=False,
+            reason="the supervisor has not said anything yet",
+        )  # fmt: skip
+
+    # -- what the supervisor says --------------------------------------------------------------
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self._poisoned = frozenset(snapshot.poisoned)
+        self.models = {model.name: model for model in snapshot.models}
+        for name, info in self.models.items():
+            served = self._served.get(name)
+            if served is None:
+                section = self._config.models.get(name)
+                self._served[name] = Served(info, section.starvation if section else 5.0)
+            else:
+                served.update(info)
+        self._workers.proxies = max(1, snapshot.proxies)
+        self._workers.update(snapshot.routes)
+        self._on_devices(snapshot.devices)
+        for key, lane in list(self._lanes.items()):
+            self._refresh(lane)
+            self._strand(lane)
+            if not lane.queue and (key[0] not in self.models or key[1] not in self._bound(key[0])):
+                del self._lanes[key]
+        for name in [name for name in self._served if name not in self.models]:
+            if not self._served[name].waiting:
+                del self._served[name]
+        self.room()
+
+    def on_devices(self, update: DeviceUpdate) -> None:
+        self._on_devices(update.devices)
+        self.room()
+
+    def _on_devices(self, devices: Sequence[DeviceInfo]) -> None:
+        self._tell_changes(self._bands.update(devices))
+
+    def _tell_changes(self, changes: list[BandChange]) -> None:
+        self._calm = all(band in ("normal", "unknown") for band in self._bands.bands.values())
+        for change in changes:
+            self._tell(
+                Shed(
+                    device=change.device,
+                    before=change.before,
+                    after=change.after,
+                    watermark=change.watermark,
+                    projected=change.projected,
+                    leased=self._ledger.leased(change.device),
+                    in_flight=self.in_flight,
+                )
+            )
+
+    def knows_version(self, model: ModelInfo, version: str) -> bool:
+        return version in self._bound(model.name)
+
+    def _bound(self, name: str) -> set[str]:
+        """Versions of a model that a request can be bound to; "" is none in particular."""
+        info = self.models.get(name)
+        if info is None:
+            return set()
+        routed = {w.route.version for w in self._workers.all() if w.route.model == name}
+        return {"", info.version, *info.versions, *routed} | (
+            {info.canary_version} if info.canary_version else set()
+        )
+
+    def _lane(self, name: str, version: str) -> Lane:
+        lane = self._lanes.get((name, version))
+        if lane is None:
+            lane = self._lanes[name, version] = Lane(self._served[name], version)
+            self._refresh(lane)
+        return lane
+
+    def _refresh(self, lane: Lane) -> None:
+        info = lane.served.info
+        mine = [w for w in self._workers.all() if w.route.model == info.name]
+        lane.workers = candidates(mine, info, lane.version)
+        lane.fallback = [w for w in mine if w.open and w.fallback]
+        lane.present = bool(lane.workers) or any(
+            w.route.state == "suspect" and not w.fallback and lane.version in ("", w.route.version)
+            for w in mine
+        )
+
+    def _strand(self, lane: Lane) -> None:
+        """Those who wait where no worker is: rebind, hold, or answer them."""
+        if lane.present or not lane.queue:
+            for entry in lane.queue:
+                entry.held_until = 0.0
+            return
+        info = lane.served.info
+        removed = info.name not in self.models
+        hopeless = removed or info.state == "failed"
+        hopeless |= info.state == "unloaded" and not info.on_demand
+        now = time.monotonic()
+        for entry in list(lane.queue):
+            if lane.version and entry.call.version is None and not removed:
+                self._unqueue(lane, entry)  # bound by the canary, which is gone
+                entry.version = ""
+                self._queue(self._lane(info.name, ""), entry)
+            elif hopeless and not info.holding:
+                self._unqueue(lane, entry)
+                self._fail(entry, self._no_worker(info))
+            elif not entry.held_until and not info.on_demand:
+                self._hold(entry, now + info.hold_s)
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _admit(self, call: Call, *, stream: bool = False) -> Entry:
+        """Queue it, or raise the reason why not. Nothing is held by it yet but a place in line."""
+        served = self._served.get(call.model)
+        if served is None or call.model not in self.models:
+            raise ModelNotFound(f"unknown model {call.model!r}")
+        info = served.info
+        if self.snapshot.draining:
+            raise Draining("the server is draining", retry_after_s=self._soon(served))
+        if self._poisoned and call.input_hash(self._arena.memory) in self._poisoned:
+            self._counts.add("gpusup_refused_total", ("poisoned",))
+            raise InputRefused("this input was running when two workers died; it is not run again")
+        now = time.monotonic()
+        self.used.add(call.model)
+        if not call.deadline:
+            call.deadline = now + (info.request_timeout_s or self._config.server.request_timeout)
+        if call.deadline <= now:
+            raise DeadlineExceeded("the deadline had passed when the request was read")
+        point = zlib.crc32(call.session.encode()) / 2**32 if call.session else None
+        version = bind_version(info, call.version, point, self._rng)
+        lane = self._lane(call.model, version)
+        cost = self._cost(served, call) if call.cost is None else call.cost
+        entry = Entry(call, version, call.rows, cost, rank(call.priority), now, call.deadline)
+        if stream:
+            entry.events = asyncio.Queue()
+        else:
+            entry.future = asyncio.get_running_loop().create_future()
+        if not lane.present:
+            self._admit_held(lane, entry, now)
+        elif (cost or not self._calm) and (step := self._judge(lane, entry)) is not None:
+            self._send_degraded(lane, entry, step, now)
+            return entry
+        elif served.waiting >= self._most_waiting(lane):
+            raise QueueFull(
+                f"{served.waiting} requests wait for {call.model!r} already",
+                retry_after_s=self._soon(served),
+            )
+        self._queue(lane, entry)
+        entry.timer = self._deadlines.add(entry, min(entry.deadline, entry.held_until or 1e300))
+        self._arm()
+        return entry
+
+    def _most_waiting(self, lane: Lane) -> int:
+        turns = _WAITING_TURNS * sum(w.capacity for w in lane.workers)
+        return max(_WAITING_LEAST, lane.served.info.hold_requests, turns)
+
+    def _admit_held(self, lane: Lane, entry: Entry, now: float) -> None:
+        served = lane.served
+        info = served.info
+        on_demand = info.on_demand and info.state in ("unloaded", "loading")
+        if not (info.holding or on_demand):
+            raise self._no_worker(info)
+        if served.waiting >= info.hold_requests:
+            raise NoWorker(
+                f"no worker is ready for model {info.name!r} and {served.waiting} requests wait "
+                "for one already",
+                retry_after_s=self._soon(served),
+            )
+        if on_demand:
+            if info.state == "unloaded" and now - served.wanted_at > 1.0:
+                served.wanted_at = now
+                self._tell(WantModel(info.name))
+        else:
+            entry.held_until = now + info.hold_s
+
+    def _no_worker(self, info: ModelInfo) -> NoWorker:
+        why = f": {info.reason}" if info.reason else ""
+        return NoWorker(
+            f"no worker is ready for model {info.name!r}{why}",
+            retry_after_s=self._soon(self._served.get(info.name)),
+        )
+
+    def _cost(self, served: Served, call: Call) -> int:
+        costs = served.costs
+        if not costs.batch:
+            return 0
+        if len(call.parts) != 1 or not call.parts[0].datatype:
+            return costs.of(None, "", call.rows)
+        part = call.parts[0]
+        return costs.of(part.shape[1:], part.datatype, call.rows)
+
+    def _judge(self, lane: Lane, entry: Entry) -> str | None:
+        """None: queue it. A degrade step: serve it so, now. Raises the refusal."""
+        served = lane.served
+        devices = {w.route.device for w in lane.workers}
+        if not devices:
+            return None  # suspect workers only: wait for them
+        bands = {device: self._bands.judge(device, entry.cost) for device in devices}
+        found = set(bands.values())
+        if not found.isdisjoint(("normal", "unknown")):
+            return None
+        if "queue" in found:
+            bound = self._config.watermark.queue_per_slot * len(lane.workers)
+            if served.waiting < max(1, bound // self._workers.proxies):
+                return None
+            raise QueueFull(
+                f"memory is short and {served.waiting} requests wait for {served.info.name!r}",
+                retry_after_s=self._soon(served),
+            )
+        if not any(self._bands.can_ever(device, entry.cost) for device in devices):
+            most = max(
+                d.free + d.reclaimable + d.dynamic
+                for name, d in self._bands.devices.items()
+                if name in devices
+            )
+            raise InputTooLarge(
+                f"the request needs about {entry.cost} bytes on the device, "
+                f"at most {most} can become free there"
+            )
+        now = time.monotonic()
+        for step, limit in served.info.degrade:
+            if served.degraded.get(step, 0) < limit and self._degraded_worker(
+                lane, entry, step, now
+            ):
+                return step
+        raise self._shed(lane, entry, sorted(devices))
+
+    def _degraded_worker(self, lane: Lane, entry: Entry, step: str, now: float) -> Worker | None:
+        if step == "cpu_fallback":
+            workers = lane.fallback
+        else:
+            workers = [w for w in lane.workers if step in w.route.degrade]
+        return choose(workers, entry.rows, now, band=None, headroom=self._headroom, rng=self._rng)
+
+    def _send_degraded(self, lane: Lane, entry: Entry, step: str, now: float) -> None:
+        """At once or not at all: what is short now would not become less so by waiting."""
+        worker = self._degraded_worker(lane, entry, step, now)
+        assert worker is not None
+        served = lane.served
+        served.degraded[step] = served.degraded.get(step, 0) + 1
+        entry.degrade = step
+        if worker.fallback:
+            entry.cost = 0  # measured on another kind of device
+        entry.timer = self._deadlines.add(entry, entry.deadline)
+        self._arm()
+        self.in_flight += 1
+        if not self._take(worker, entry):
+            entry.cost = 0
+        self._counts.add("gpusup_degraded_total", (served.info.name, step))
+        self._tell_shed(lane, entry, lane.workers[0].route.device)
+        self._workers.send(worker, entry, now)
+        self.room()
+
+    def _shed(self, lane: Lane, entry: Entry, devices: list[str]) -> ShedLoad:
+        device = min(devices, key=lambda d: self._bands.projected(d, entry.cost))
+        info = self._bands.devices[device]
+        projected = self._bands.projected(device, entry.cost)
+        self._counts.add("gpusup_shed_total", (lane.served.info.name, device))
+        self._tell_shed(lane, entry, device)
+        self._tell_changes(self._bands.refresh())
+        return ShedLoad(
+            f"device {device} is at {projected:.1%} of {info.total} bytes with this request, "
+            f"the limit is {self._config.watermark.shed:.1%}",
+            retry_after_s=self._soon(lane.served),
+            extra={
+                "device": device,
+                "watermark": round(info.watermark, 4),
+                "projected": round(projected, 4),
+                "limit": self._config.watermark.shed,
+                "free_bytes": info.free,
+                "reclaimable_bytes": info.reclaimable,
+                "total_bytes": info.total,
+                "needed_bytes": entry.cost,
+            },
+        )
+
+    def _tell_shed(self, lane: Lane, entry: Entry, device: str) -> None:
+        second = int(entry.arrived)
+        at, told = self._sheds_told.get(device, (0, 0))
+        told = told + 1 if at == second else 1
+        self._sheds_told[device] = (second, told)
+        if told > _SHEDS_TOLD:
+            return
+        info = self._bands.devices[device]
+        self._tell(
+            Shed(
+                device=device,
+                before=self._bands.bands.get(device, "normal"),
+                after=self._bands.judge(device, entry.cost),
+                watermark=info.watermark,
+                projected=self._bands.projected(device, entry.cost),
+                model=lane.served.info.name,
+                request_id=entry.call.request_id,
+                cost=entry.cost,
+                leased=self._ledger.leased(device),
+                in_flight=self.in_flight,
+            )
+        )
+
+    def _soon(self, served: Served | None) -> int:
+        """Retry-After: when the line should be gone at the present rate, and some jitter."""
+        if served is None:
+            return 1
+        wait = (served.waiting + 1) / served.rate if served.rate > 0 else 1.0
+        return max(1, round(min(wait, 30.0) * self._rng.uniform(1.0, 1.5)))
+
+    # -- queues --------------------------------------------------------------------------------
+
+    def _queue(self, lane: Lane, entry: Entry, *, front: bool = False) -> None:
+        lane.queue.push(entry, front=front)
+        lane.served.waiting += 1
+        self._active[lane] = None
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._pump)
+        self.in_flight += 1
+
+    def _unqueue(self, lane: Lane, entry: Entry) -> None:
+        lane.queue.discard(entry)
+        lane.served.waiting -= 1
+        self.in_flight -= 1
+
+    def room(self) -> None:
+        """Something changed for the better: look again, once in this turn of the loop."""
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._woken = False
+        now = time.monotonic()
+        for lane in list(self._active):
+            self._pump_lane(lane, now)
+            if not lane.queue:
+                del self._active[lane]
+        self._workers.flush()
+
+    def _pump_lane(self, lane: Lane, now: float) -> None:
+        queue = lane.queue
+        while (entry := queue.head(now)) is not None:
+            workers = lane.workers
+            band: Callable[[Worker], Band] | None = None
+            if entry.degrade == "cpu_fallback":
+                workers = lane.fallback
+            elif not entry.degrade and (entry.cost or not self._calm):
+                band = partial(self._band, entry.cost)
+            worker = choose(
+                workers, entry.rows, now, band=band, headroom=self._headroom, rng=self._rng
+            )
+            if worker is None or not self._take(worker, entry):
+                return
+            queue.take(entry)
+            lane.served.waiting -= 1
+            self._workers.send(worker, entry, now)
+
+    def _band(self, cost: int, worker: Worker) -> Band:
+        return self._bands.judge(worker.route.device, cost)
+
+    def _headroom(self, worker: Worker) -> float:
+        return self._bands.headroom(worker.route.device)
+
+    def _take(self, worker: Worker, entry: Entry) -> bool:
+        if not entry.cost:
+            return True
+        device = worker.route.device
+        info = self._bands.devices.get(device)
+        return self._ledger.take(
+            device,
+            worker.key,
+            entry.cost,
+            cap=self._served[entry.call.model].costs.batch,
+            total=info.total if info is not None and info.known else 0,
+        )
+
+    # -- times ---------------------------------------------------------------------------------
+
+    def _hold(self, entry: Entry, until: float) -> None:
+        self._deadlines.remove(entry, entry.timer)
+        entry.held_until = until
+        entry.timer = self._deadlines.add(entry, min(until, entry.deadline))
+        self._arm()
+
+    def _arm(self) -> None:
+        at = self._deadlines.next_at()
+        if at is None or (self._timer is not None and self._timer_at <= at):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        delay = max(0.0, at - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        for entry in self._deadlines.due(now):
+            if entry.over:
+                continue
+            if now < entry.deadline:
+                lane = self._lanes.get((entry.call.model, entry.version))
+                if entry.waiting and lane is not None and entry.held_until and not lane.present:
+                    self._unqueue(lane, entry)
+                    self._fail(entry, self._no_worker(lane.served.info))
+                else:
+                    entry.timer = self._deadlines.add(entry, entry.deadline)
+            else:
+                self._expire(entry, now)
+        self._arm()
+
+    def _expire(self, entry: Entry, now: float) -> None:
+        where = "at a worker"
+        if entry.waiting:
+            where = "in the queue"
+            self._unqueue(self._lanes[entry.call.model, entry.version], entry)
+        else:
+            self._workers.cancel(entry)
+        self._fail(
+            entry,
+            DeadlineExceeded(
+                f"the deadline passed {now - entry.arrived:.3f} s after arrival, {where}",
+                headers={"x-should-retry": "false"},
+            ),
+        )
+
+    def _fail(self, entry: Entry, error: ProxyError) -> None:
+        self._over(entry)
+        entry.fail(error)
+
+    def _over(self, entry: Entry) -> None:
+        entry.over = True
+        self._deadlines.remove(entry, entry.timer)
+
+    # -- what workers say ----------------------------------------------------------------------
+
+    def settled(self, entry: Entry, worker: Worker) -> None:
+        self.in_flight -= 1
+        if entry.cost:
+            self._ledger.give(worker.route.device, worker.key, entry.cost)
+
+    def answered(self, entry: Entry, worker: Worker, answer: wire.Answer) -> None:
+        if not answer.more:
+            self._undegrade(entry)
+        if entry.over:
+            return
+        if answer.more:
+            entry.begun = True
+        else:
+            self._over(entry)
+            served = self._served.get(entry.call.model)
+            if served is not None:
+                served.done += 1
+        entry.finish(answer)
+
+    def again(self, entry: Entry, why: str) -> None:
+        if entry.over:
+            self._undegrade(entry)
+            return
+        self._counts.add("gpusup_retries_total", (entry.call.model, why))
+        served = self._served.get(entry.call.model)
+        if served is None:
+            self._undegrade(entry)
+            self._fail(entry, NoWorker(f"model {entry.call.model!r} is gone", retry_after_s=1))
+            return
+        lane = self._lane(entry.call.model, entry.version)
+        self._queue(lane, entry, front=True)
+        self._strand(lane)
+
+    def died(self, entry: Entry, worker: Worker) -> None:
+        if entry.over:
+            self._undegrade(entry)
+            return
+        model = self.models.get(entry.call.model)
+        if model is not None and model.retry == "safe" and not entry.begun:
+            self.again(entry, "died")
+            return
+        self._undegrade(entry)
+        self._fail(
+            entry,
+            WorkerLost(
+                f"the worker on {worker.slot} ended while it computed this request",
+                headers={"x-should-retry": "false"},
+            ),
+        )
+
+    def _undegrade(self, entry: Entry) -> None:
+        served = self._served.get(entry.call.model)
+        if entry.degrade and served is not None and served.degraded.get(entry.degrade, 0) > 0:
+            served.degraded[entry.degrade] -= 1
+
+    # -- who waits -----------------------------------------------------------------------------
+
+    async def infer(self, call: Call) -> Outcome:
+        counts = self._counts
+        begun = time.monotonic()
+        try:
+            entry = self._admit(call)
+            assert entry.future is not None
+            try:
+                answer = await entry.future
+            except asyncio.CancelledError:
+                self._left(entry)
+                raise
+            if answer.status != "ok":
+                raise refusal(answer, self._soon(self._served.get(call.model)))
+        except ProxyError as error:
+            counts.add("gpusup_requests_total", (call.model, error.code))
+            raise
+        now = time.monotonic()
+        model = call.model
+        queue_s = entry.sent_at - begun
+        counts.add("gpusup_requests_total", (model, "ok"))
+        labels = (model,)
+        counts.observe("gpusup_request_seconds", labels, now - (call.received or begun))
+        counts.observe("gpusup_queue_seconds", labels, queue_s)
+        counts.observe("gpusup_batch_wait_seconds", labels, answer.queue_s)
+        counts.observe("gpusup_compute_seconds", labels, answer.compute_s)
+        counts.observe("gpusup_batch_rows", labels, answer.batch_rows)
+        counts.add("gpusup_rows_total", (model, call.served_version), entry.rows)
+        counts.answered(model, now, now - begun)
+        return Outcome(answer, call.served_version, call.served_slot, queue_s, now - begun)
+
+    async def stream(self, call: Call) -> AsyncGenerator[wire.Answer, None]:
+        begun = time.monotonic()
+        code = "cancelled"
+        entry: Entry | None = None
+        try:
+            entry = self._admit(call, stream=True)
+            assert entry.events is not None
+            taken = 0
+            while True:
+                event = await entry.events.get()
+                if isinstance(event, ProxyError):
+                    raise event
+                if event.status != "ok":
+                    raise refusal(event, self._soon(self._served.get(call.model)))
+                if not event.more:
+                    code = "ok"
+                yield event
+                if not event.more:
+                    return
+                taken += 1
+                if taken % (STREAM_CREDIT // 2) == 0:
+                    self._workers.credit(entry, STREAM_CREDIT // 2)
+        except ProxyError as error:
+            code = error.code
+            raise
+        finally:
+            self._counts.add("gpusup_requests_total", (call.model, code))
+            if code == "ok":
+                self._counts.observe(
+                    "gpusup_request_seconds", (call.model,), time.monotonic() - begun
+                )
+            elif entry is not None and not entry.over:
+                self._left(entry)
+
+    def _left(self, entry: Entry) -> None:
+        """Its client is gone. What a worker has of it stays leased until that is through."""
+        if entry.future is not None and entry.future.done() and not entry.future.cancelled():
+            entry.future.exception()  # the answer came in the same moment
+        if entry.over:
+            return
+        when = "running"
+        self._over(entry)
+        if entry.waiting:
+            when = "queued"
+            self._unqueue(self._lanes[entry.call.model, entry.version], entry)
+            self._undegrade(entry)
+        else:
+            self._workers.cancel(entry)
+        self._counts.add("gpusup_client_disconnects_total", (entry.call.model, when))
+        self._counts.add("gpusup_requests_total", (entry.call.model, "client_left"))
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def tick(self, seconds: float) -> None:
+        """Now and then: the rates behind Retry-After."""
+        for served in self._served.values():
+            share = min(1.0, seconds)
+            served.rate += share * (served.done / seconds - served.rate)
+            served.done = 0
+
+    def queued(self) -> dict[str, int]:
+        return {name: served.waiting for name, served in self._served.items() if served.waiting}
+
+    def flights(self) -> dict[str, int]:
+        return self._workers.in_flight()
+
+    def leased(self) -> dict[str, int]:
+        return self._ledger.all()
+
+    def bands(self) -> dict[str, Band]:
+        return dict(self._bands.bands)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._workers.close()

@@ -1,0 +1,138 @@
+"""The raw surface (POST or PUT a body to /predictions/MODEL) and health."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import hdrs, web
+
+from gpusup.supervisor.wire import ModelInfo
+from gpusup.worker.wire import Block, Part
+
+from . import raw_codec
+from .body import Body
+from .door import REQUEST_ID, Call, Door
+from .http_rules import header_priority, read_timeout, trace_params
+from .multipart import split
+
+_encode = msgspec.json.Encoder().encode
+_JSON = {"Content-Type": "application/json"}
+
+
+def add_raw_routes(app: web.Application, door: Door) -> None:
+    for path in ("/predictions/{model}", "/predictions/{model}/{version}", "/infer"):
+        for method in (hdrs.METH_POST, hdrs.METH_PUT):
+            app.router.add_route(method, path, partial(predict, door), expect_handler=door.expect)
+
+
+def add_health_routes(app: web.Application, door: Door) -> None:
+    for path, handler in (
+        ("/livez", live),
+        ("/healthz", live),
+        ("/readyz", ready),
+        ("/ping", ping),
+        ("/models", models),
+    ):
+        app.router.add_get(path, partial(handler, door))
+
+
+def _cut(body: Body, start: int, end: int) -> bytes | Block:
+    return body.part("", start, end - start).data
+
+
+async def predict(door: Door, request: web.Request) -> web.StreamResponse:
+    received = time.monotonic()
+    match = request.match_info
+    name = match.get("model") or door.default_model()
+    version = match.get("version")
+    model = door.model(name, version)
+    headers = request.headers
+    content_type = headers.get(hdrs.CONTENT_TYPE)
+    body = await door.read(request)
+    try:
+        parts, rows, lead = _decode(door, model, body, content_type)
+        call = Call(
+            name,
+            parts,
+            version,
+            rows=rows,
+            deadline=door.deadline(model, read_timeout(headers)),
+            priority=header_priority(headers),
+            params=trace_params(headers),
+            request_id=request[REQUEST_ID],
+            session=headers.get("Gpusup-Session", ""),
+            leases=body.leases,
+            received=received,
+        )
+        outcome = await door.infer(call)
+    finally:
+        body.release()
+    answer = raw_codec.encode(outcome.answer.parts, headers.get(hdrs.ACCEPT), lead=lead)
+    told = outcome.headers()
+    told["Content-Type"] = answer.content_type
+    if answer.varies:
+        told["Vary"] = "Accept"
+    return web.Response(body=answer.body, headers=told)
+
+
+def _decode(
+    door: Door, model: ModelInfo, body: Body, content_type: str | None
+) -> tuple[tuple[Part, ...], int, bool]:
+    """Parts, rows, and whether a row was put in front."""
+    server = door.config.server
+    if raw_codec.media_type(content_type) == raw_codec.MULTIPART:
+        assert content_type is not None
+        parts = tuple(
+            raw_codec.field(
+                field.name,
+                _cut(body, field.start, field.end),
+                field.content_type,
+                field.filename,
+            )
+            for field in split(body, content_type)
+        )
+        return parts, 1, False
+    found = raw_codec.decode(
+        body.data,
+        content_type,
+        inputs=model.inputs,
+        cut=partial(_cut, body),
+        limit=door.reader.limit,
+        depth=server.json_depth,
+        pixels=server.pixels,
+    )
+    return found.parts, found.rows, found.lead
+
+
+def _say(told: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=_encode(told), headers=_JSON)
+
+
+async def live(door: Door, request: web.Request) -> web.Response:
+    """This process answers, so it is alive."""
+    return _say({"live": True})
+
+
+async def ready(door: Door, request: web.Request) -> web.Response:
+    snapshot = door.snapshot
+    if snapshot.ready and not door.draining:
+        return _say({"ready": True, "live": True})
+    why = "draining" if door.draining else snapshot.reason
+    told: dict[str, Any] = {"ready": False, "live": True, "reason": why}
+    told["models"] = {m.name: m.reason or m.state for m in snapshot.models if m.state != "ready"}
+    return _say(told, 503)
+
+
+async def ping(door: Door, request: web.Request) -> web.Response:
+    if door.snapshot.ready and not door.draining:
+        return _say({"status": "Healthy"})
+    return _say({"status": "Unhealthy"}, 503)
+
+
+async def models(door: Door, request: web.Request) -> web.Response:
+    return _say(
+        {"models": [{"modelName": m.name, "modelUrl": m.version} for m in door.snapshot.models]}
+    )

@@ -1,0 +1,219 @@
+"""The proxy process from its first word to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import random
+import socket
+import time
+from contextlib import suppress
+from typing import Final, assert_never
+
+from aiohttp import web
+
+from gpusup.conf.log import event, reopen
+from gpusup.conf.schema import Config
+from gpusup.supervisor import wire
+
+from .app import Site, make_app, make_runner
+from .arena import Arena
+from .body import BodyReader
+from .compression import inflate
+from .counts import Counts
+from .dispatch import Dispatcher
+from .door import Door
+from .handlers import add_health_routes, add_raw_routes
+from .link import Link
+from .tls import Tls, TlsError
+
+_REPORT_S: Final = 0.1
+_USED_S: Final = 1.0
+
+#: Modules of further surfaces, each with a function of this name: (app, door) -> None.
+_SURFACES: Final = (
+    ("v2_routes", "add_v2_routes"),
+    ("openai", "add_openai_routes"),
+    ("openapi", "add_openapi_routes"),
+    ("page", "add_page_routes"),
+)
+
+
+def make_door(config: Config, name: str, link: Link, rng: random.Random | None = None) -> Door:
+    """All that is behind the HTTP surface, wired together; nothing of it runs yet."""
+    arena = Arena(config.server.arena)
+    counts = Counts()
+    reader = BodyReader(config.server, arena)
+    reader.inflate = inflate
+    dispatcher = Dispatcher(
+        config,
+        name=name,
+        arena=arena,
+        counts=counts,
+        tell=link.send,
+        rng=rng or random.Random(),
+    )
+    return Door(
+        config,
+        name=name,
+        dispatcher=dispatcher,
+        link=link,
+        arena=arena,
+        reader=reader,
+        counts=counts,
+    )
+
+
+def make_surfaces(app: web.Application, door: Door) -> None:
+    add_raw_routes(app, door)
+    add_health_routes(app, door)
+    for module, function in _SURFACES:
+        with suppress(ModuleNotFoundError):
+            getattr(importlib.import_module(f"gpusup.proxy.{module}"), function)(app, door)
+
+
+class Process:
+    """One proxy: link, door, HTTP server. `run` returns the exit status."""
+
+    def __init__(self, config: Config, name: str, listener: socket.socket, link: socket.socket):
+        self._config = config
+        self._name = name
+        self._listener = listener
+        self._link_sock = link
+        self._link = Link(self._heard, self._link_lost)
+        self._door = make_door(config, name, self._link)
+        self._stop: asyncio.Future[float] | None = None
+        self._runner: web.AppRunner | None = None
+        self._site: Site | None = None
+        self._tls: Tls | None = None
+        self._last: wire.ProxyReport | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._stop = loop.create_future()
+        self._link_sock.setblocking(False)
+        await loop.create_unix_connection(lambda: self._link, sock=self._link_sock)
+        self._link.send(wire.ProxyHello(self._name, os.getpid()))
+        server = self._config.server
+        if server.tls_cert:
+            self._tls = Tls(server.tls_cert, server.tls_key)
+        app = make_app(self._door)
+        make_surfaces(app, self._door)
+        self._runner = make_runner(app, self._door)
+        await self._runner.setup()
+        self._site = Site(
+            self._runner,
+            self._listener,
+            most=server.connections,
+            ssl_context=self._tls.context if self._tls else None,
+        )
+        await self._site.start()
+        self._link.send(wire.Listening(self._site.name))
+        reports = loop.create_task(self._reports())
+        limit_s = await self._stop
+        await self._leave(limit_s)
+        reports.cancel()
+        with suppress(asyncio.CancelledError):
+            await reports
+        self._report()
+        await self._door.dispatcher.close()
+        self._link.close()
+        return 0
+
+    async def _leave(self, limit_s: float) -> None:
+        """Accept nothing, answer what is there, then close what is idle."""
+        assert self._site is not None
+        assert self._runner is not None
+        self._door.stopping = True
+        end = time.monotonic() + limit_s
+        await self._site.stop()
+        server = self._runner.server
+        assert server is not None
+        # Those with a request are answered with `Connection: close`, and so leave by themselves.
+        server.pre_shutdown()
+        while server.connections and time.monotonic() < end:  # noqa: ASYNC110 (tells nobody)
+            await asyncio.sleep(0.02)
+        self._runner._shutdown_timeout = max(0.1, end - time.monotonic())
+        await self._runner.cleanup()
+
+    def _link_lost(self) -> None:
+        # Without a supervisor there is nobody to serve for: it restarts everything it finds.
+        if self._stop is None or not self._stop.done():
+            os._exit(0)
+
+    def _heard(self, message: wire.ToProxy) -> None:
+        match message:
+            case wire.Snapshot():
+                self._door.dispatcher.on_snapshot(message)
+            case wire.DeviceUpdate():
+                self._door.dispatcher.on_devices(message)
+            case wire.StopProxy(limit_s=limit_s):
+                if self._stop is not None and not self._stop.done():
+                    self._stop.set_result(limit_s)
+            case wire.Reread():
+                self._reread()
+            case wire.Reply():
+                pass  # the link has given it to who asked
+            case _:
+                assert_never(message)
+
+    def _reread(self) -> None:
+        reopen()
+        if self._tls is not None:
+            try:
+                self._tls.reload()
+            except TlsError as error:
+                event("certificate-not-reloaded", "error", error=str(error))
+        for reread in self._door.rereads:
+            reread()
+
+    async def _reports(self) -> None:
+        used_at = last = time.monotonic()
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            now = time.monotonic()
+            dispatcher = self._door.dispatcher
+            dispatcher.tick(now - last)
+            last = now
+            if now - used_at >= _USED_S and dispatcher.used:
+                used_at = now
+                self._link.send(wire.Used(tuple(sorted(dispatcher.used))))
+                dispatcher.used.clear()
+            if not self._link.paused:
+                self._report()
+
+    def _report(self) -> None:
+        """What changed since the last one; nothing if nothing did."""
+        door = self._door
+        dispatcher = door.dispatcher
+        now = time.monotonic()
+        counted = door.counts.changed()
+        counters, histograms = door.counts.drain()
+        gauges = wire.ProxyReport(
+            queued=dispatcher.queued(),
+            in_flight=dispatcher.flights(),
+            leased=dispatcher.leased(),
+            connections=self._site.connections() if self._site is not None else 0,
+            arena_free=door.arena.free,
+            arena_total=door.arena.total,
+            bands=dispatcher.bands(),
+            latency=door.counts.latency(now) if counted else {},
+        )
+        if not counted and gauges == self._last:
+            return
+        self._last = gauges
+        self._link.send(
+            wire.ProxyReport(
+                counters=counters,
+                histograms=histograms,
+                queued=gauges.queued,
+                in_flight=gauges.in_flight,
+                leased=gauges.leased,
+                connections=gauges.connections,
+                arena_free=gauges.arena_free,
+                arena_total=gauges.arena_total,
+                bands=gauges.bands,
+                latency=gauges.latency,
+            )
+        )
