@@ -31,13 +31,8 @@ from .tls import Tls, TlsError
 _REPORT_S: Final = 0.1
 _USED_S: Final = 1.0
 
-#: Modules of further surfaces, each with a function of this name: (app, door) -> None.
-_SURFACES: Final = (
-    ("v2_routes", "add_v2_routes"),
-    ("openai", "add_openai_routes"),
-    ("openapi", "add_openapi_routes"),
-    ("page", "add_page_routes"),
-)
+#: Modules of further surfaces, each with `add_routes(app, door)`.
+_SURFACES: Final = ("v2_routes", "openai_routes", "openapi", "page", "guard")
 
 
 def make_door(config: Config, name: str, link: Link, rng: random.Random | None = None) -> Door:
@@ -68,9 +63,9 @@ def make_door(config: Config, name: str, link: Link, rng: random.Random | None =
 def make_surfaces(app: web.Application, door: Door) -> None:
     add_raw_routes(app, door)
     add_health_routes(app, door)
-    for module, function in _SURFACES:
+    for module in _SURFACES:
         with suppress(ModuleNotFoundError):
-            getattr(importlib.import_module(f"gpusup.proxy.{module}"), function)(app, door)
+            importlib.import_module(f"gpusup.proxy.{module}").add_routes(app, door)
 
 
 class Process:
