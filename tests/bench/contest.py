@@ -18,6 +18,7 @@ NOOP = json.dumps({"op": "noop", "id": "0123456789abcdef" * 2, "pad": "x" * 35})
 CONV = bytes(range(256)) * 48  # one image of 3 x 64 x 64
 GPUSUP = "gpusup"
 MODEL = "bench"
+GPU_MODES = ("resnet50", "vit_b_16")
 #: gpusup's handler for each mode of apps/work.py.
 HANDLERS = {"noop": "Op", "torch": "Op", "length": "Length", "conv": "Conv"}
 
@@ -98,7 +99,7 @@ def peer_server(peer: Peer, job: Job, setting: Setting) -> Server:
         | {
             "BENCH_MODE": job.mode,
             "BENCH_PORT": str(port),
-            "BENCH_WORKERS": str(job.workers),
+            "BENCH_WORKERS": str(peer.gpu_workers if job.mode in GPU_MODES else job.workers),
             "BENCH_FRONTS": str(job.fronts),
             "BENCH_WIDTH": str(job.width),
             "BENCH_BATCH": str(job.rows),

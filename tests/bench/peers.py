@@ -48,6 +48,7 @@ class Peer:
     env: dict[str, str] = field(default_factory=dict)
     program: str = ""  # that must be on PATH
     start_limit_s: float = 60.0
+    gpu_workers: int = 1  # on one GPU: what served most there
 
 
 def _app(name: str, *arguments: str) -> tuple[str, ...]:
@@ -65,7 +66,8 @@ PEERS = {
                 "mosec", "--address", "127.0.0.1", "--port", "{port}",
                 "--max-request-size", str(64 << 20), "--log-level", "warning",
             ),
-            best="one worker process, bytes passed through without a codec, dynamic batching "
+            gpu_workers=4,
+            best="one worker process (four on a GPU), bytes passed through without a codec, dynamic batching "
             "(max_batch_size, max_wait_time 5 ms), access log off",
         ),
         Peer(
@@ -73,7 +75,8 @@ PEERS = {
             module="litserve",
             packages=("litserve==0.2.19", "pyzmq"),
             argv=_app("litserve"),
-            best="fast_queue=True, restart_workers=True, batching (max_batch_size, batch_timeout "
+            gpu_workers=2,
+            best="two workers and four API servers on a GPU; fast_queue=True, restart_workers=True, batching (max_batch_size, batch_timeout "
             "5 ms), access log off",
         ),
         Peer(
