@@ -67,8 +67,8 @@ PEERS = {
                 "--max-request-size", str(64 << 20), "--log-level", "warning",
             ),
             gpu_workers=4,
-            best="one worker process (four on a GPU), bytes passed through without a codec, dynamic batching "
-            "(max_batch_size, max_wait_time 5 ms), access log off",
+            best="one worker process (four on a GPU), bytes passed through without a codec, "
+            "dynamic batching (max_batch_size, max_wait_time 5 ms), access log off",
         ),
         Peer(
             name="litserve",
@@ -76,8 +76,8 @@ PEERS = {
             packages=("litserve==0.2.19", "pyzmq"),
             argv=_app("litserve"),
             gpu_workers=2,
-            best="two workers and four API servers on a GPU; fast_queue=True, restart_workers=True, batching (max_batch_size, batch_timeout "
-            "5 ms), access log off",
+            best="fast_queue=True, restart_workers=True, batching (max_batch_size, batch_timeout "
+            "5 ms), access log off; on a GPU two workers and four API servers",
         ),
         Peer(
             name="torchserve",
