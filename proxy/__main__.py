@@ -20,6 +20,7 @@ import uvloop
 from gpusup.conf.log import set_up
 from gpusup.conf.schema import Config
 
+from .security import KeyFileError
 from .serve import Process
 from .tls import TlsError
 
@@ -56,7 +57,7 @@ def main() -> int:
         process = Process(config, args.name, listener, link)
         returncode: int = uvloop.run(process.run())
         return returncode
-    except (OSError, msgspec.ValidationError, TlsError) as error:
+    except (OSError, msgspec.ValidationError, TlsError, KeyFileError) as error:
         print(f"gpusup: {args.name}: {error}", file=sys.stderr)
         return 2
 

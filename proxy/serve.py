@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import random
 import socket
@@ -30,9 +29,6 @@ from .tls import Tls, TlsError
 
 _REPORT_S: Final = 0.1
 _USED_S: Final = 1.0
-
-#: Modules of further surfaces, each with `add_routes(app, door)`.
-_SURFACES: Final = ("v2_routes", "openai_routes", "openapi", "page", "guard")
 
 
 def make_door(config: Config, name: str, link: Link, rng: random.Random | None = None) -> Door:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +9,7 @@ from hypothesis import strategies as st
 from gpusup.proxy import images
 from gpusup.proxy.errors import InputTooLarge
 
-_spec = importlib.util.spec_from_file_location("pictures", Path(__file__).with_name("pictures.py"))
-assert _spec is not None
-assert _spec.loader is not None
-pictures = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pictures)
+from . import pictures
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "WEBP"])
