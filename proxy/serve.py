@@ -59,9 +59,7 @@ def make_door(config: Config, name: str, link: Link, rng: random.Random | None =
 def make_surfaces(app: web.Application, door: Door) -> None:
     add_raw_routes(app, door)
     add_health_routes(app, door)
-    for module in _SURFACES:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(f"gpusup.proxy.{module}").add_routes(app, door)
+    add_surfaces(app, door)
 
 
 class Process:
