@@ -189,6 +189,7 @@ class Proxies:
         self._closed = True
         for proxy in list(self._proxies.values()):
             self._kill(proxy)
+            proxy.channel.close()
 
     def _start(self, name: str) -> None:
         if self._closed or name in self._proxies:
