@@ -25,6 +25,7 @@ from .dispatch import Dispatcher
 from .door import Door
 from .handlers import add_health_routes, add_raw_routes
 from .link import Link
+from .surfaces import add_surfaces
 from .tls import Tls, TlsError
 
 _REPORT_S: Final = 0.1
