@@ -256,7 +256,7 @@ class Dispatcher:
         elif (cost or not self._calm) and (step := self._judge(lane, entry)) is not None:
             self._send_degraded(lane, entry, step, now)
             return entry
-        elif served.waiting >= self._most_waiting(lane):
+        elif self._is_full(lane, self._most_waiting(lane)):
             raise QueueFull(
                 f"{served.waiting} requests wait for {call.model!r} already",
                 retry_after_s=self._soon(served),
@@ -269,6 +269,12 @@ class Dispatcher:
     def _most_waiting(self, lane: Lane) -> int:
         turns = _WAITING_TURNS * sum(w.capacity for w in lane.workers)
         return max(_WAITING_LEAST, lane.served.info.hold_requests, turns)
+
+    def _is_full(self, lane: Lane, most: int) -> bool:
+        """Those who came in this very turn of the loop and can go at once do not count."""
+        if lane.served.waiting >= most:
+            self._pump()
+        return lane.served.waiting >= most
 
     def _admit_held(self, lane: Lane, entry: Entry, now: float) -> None:
         served = lane.served
@@ -317,7 +323,7 @@ class Dispatcher:
             return None
         if "queue" in found:
             bound = self._config.watermark.queue_per_slot * len(lane.workers)
-            if served.waiting < max(1, bound // self._workers.proxies):
+            if not self._is_full(lane, max(1, bound // self._workers.proxies)):
                 return None
             raise QueueFull(
                 f"memory is short and {served.waiting} requests wait for {served.info.name!r}",

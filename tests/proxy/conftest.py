@@ -23,7 +23,7 @@ from .fake_worker import FakeWorker
 async def until(condition: Callable[[], Any], limit_s: float = 5.0) -> None:
     """Let the loop turn until it holds; fails after `limit_s`."""
     async with asyncio.timeout(limit_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 (sockets tell nobody)
             await asyncio.sleep(0.001)
 
 

@@ -1,8 +1,8 @@
 """A worker without a model: speaks the data protocol in this very process, and does as it is told.
 
-    worker = FakeWorker(folder, slot="gpu0", answer=echo)      # or answer=None: `items` pile up
-    await worker.start(); worker.route() -> Route
-    worker.reply(item, ...); worker.busy(item); worker.executing([item]); worker.die()
+worker = FakeWorker(folder, slot="gpu0", answer=echo)      # or answer=None: `items` pile up
+await worker.start(); worker.route() -> Route
+worker.reply(item, ...); worker.busy(item); worker.executing([item]); worker.die()
 """
 
 from __future__ import annotations
