@@ -84,6 +84,11 @@ def run(
         leave(1)
     control.tell(wire.WorkerHello(spec.slot, spec.generation, os.getpid()))
     terminate = Terminate(loop)
+    os.register_at_fork(
+        before=lambda: mask_term(signal.SIG_BLOCK),
+        after_in_parent=lambda: mask_term(signal.SIG_UNBLOCK),
+        after_in_child=lambda: be_a_child(loop),
+    )
     threading.Thread(target=beat, args=(progress,), name="beat", daemon=True).start()
     threading.Thread(target=loop.run, name="sockets", daemon=True).start()
     try:
@@ -170,6 +175,24 @@ def beat(progress: Writer) -> None:
     while True:
         progress.beat()
         time.sleep(BEAT_S)
+
+
+def be_a_child(loop: Loop) -> None:
+    """What a process that the model forks (a DataLoader's, say) must not have of the worker's.
+
+    With the wake-up descriptor left, TERM for the child would be TERM for the worker; so TERM is
+    masked from before the fork until here.
+    """
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    loop.disown()
+    mask_term(signal.SIG_UNBLOCK)
+
+
+def mask_term(how: int) -> None:
+    """Of the thread that forks; the worker's other threads take a TERM meanwhile."""
+    signal.pthread_sigmask(how, {signal.SIGTERM})
 
 
 def settle(spec: wire.WorkerSpec, parent: int) -> None:

@@ -6,6 +6,7 @@ and the loop takes over only what the socket would not take at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -70,6 +71,16 @@ class Loop:
         if not self._waking and threading.get_ident() != self._thread:
             self._waking = True
             os.eventfd_write(self._wake, 1)
+
+    def disown(self) -> None:
+        """In a forked child: let go of all sockets, so that the peers see the worker's end and
+        not the child's. Their numbers stay taken, since objects copied with us still name them.
+        """
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in [*self._handlers, self._epoll.fileno()]:
+            with contextlib.suppress(OSError):
+                os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
 
     def run(self) -> NoReturn:
         """Never returns. An exception that gets here ends the process: nobody could reach it."""

@@ -222,14 +222,17 @@ class House:
         self.listener.close()
 
 
+def adopt_orphans(yes: bool) -> None:
+    assert ctypes.CDLL(None).prctl(_SUBREAPER, int(yes), 0, 0, 0) == 0
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(_SUBREAPER, 1, 0, 0, 0) == 0
+    adopt_orphans(True)
     zygote = Zygote()
     yield zygote
     zygote.close()
-    libc.prctl(_SUBREAPER, 0, 0, 0, 0)
+    adopt_orphans(False)
 
 
 @pytest.fixture

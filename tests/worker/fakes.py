@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,9 +67,15 @@ class FakeEngine:
 
     def _answer(self, entry: Entry) -> wire.Answer:
         match entry.item.params.get("do", ""):
+            case "fork":
+                if (pid := os.fork()) == 0:
+                    while True:
+                        signal.pause()
+                return wire.Answer(entry.item.id, "ok", text=str(pid))
+            case "hang with the GIL":
+                while True:
+                    ctypes.PyDLL(None).pause()
             case "hang":
-                import ctypes
-
                 while True:
                     ctypes.CDLL(None).pause()
             case "fence":

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from gpusup.conf.schema import ModelConfig
 from gpusup.worker import boot, progress, wire
 from gpusup.worker.entry import LoadProblem
 from gpusup.worker.handlers import import_attribute, load_handler
@@ -19,9 +24,11 @@ HANDLERS = Path(__file__).parents[1] / "handlers.py"
 
 def ask(worker: Any, do: str, **params: Any) -> wire.Answer:
     proxy = worker.connect()
-    proxy.send(wire.Work([wire.Item(1, (), params={"do": do, **params})]))
-    answer: wire.Answer = proxy.receive().answers[0]
-    proxy.close()
+    try:
+        proxy.send(wire.Work([wire.Item(1, (), params={"do": do, **params})]))
+        answer: wire.Answer = proxy.receive().answers[0]
+    finally:
+        proxy.close()
     return answer
 
 
@@ -132,6 +139,68 @@ def test_term_ends_a_worker_that_loads(house: Any) -> None:
     assert worker.wait() == 0
 
 
+def test_a_process_the_model_forks_keeps_nothing_of_the_worker_alive(house: Any) -> None:
+    worker = house.ready()
+    proxy = worker.connect()
+    proxy.send(wire.Work([wire.Item(1, (), params={"do": "fork"})]))
+    child = int(proxy.receive().answers[0].text)
+    pidfd = os.pidfd_open(child)
+    second = ask(worker, "fork")
+    os.kill(int(second.text), signal.SIGTERM)  # is not the worker's
+    assert ask(worker, "echo").status == "ok"
+    os.kill(worker.pid, signal.SIGKILL)
+    assert proxy.ended()
+    assert worker.control.ended()
+    assert select.select([pidfd], [], [], 0) == ([], [], []), "the child has ended too"
+    os.kill(child, signal.SIGKILL)
+    os.close(pidfd)
+    worker.wait()  # now they are ours
+    for pid in (child, int(second.text)):
+        os.waitpid(pid, 0)
+    proxy.close()
+
+
+SUPERVISOR = """
+import importlib.util, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("conftest", sys.argv[1])
+conftest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(conftest)
+conftest.adopt_orphans(True)
+house = conftest.House(Path(sys.argv[2]), conftest.Zygote())
+pids = [house.zygote.process.pid]
+for how in ("zygote", "exec"):
+    worker = house.ready(how)
+    proxy = worker.connect()
+    item = conftest.wire.Item(1, (), params={"do": "hang with the GIL"})
+    proxy.send(conftest.wire.Work([item]))
+    while not worker.progress.read().batches_started:
+        pass
+    pids.append(worker.pid)
+print(*pids, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_outlives_the_supervisor_even_with_the_gil_held(house: Any, tmp_path: Path) -> None:
+    (folder := tmp_path / "other").mkdir()
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(Path(__file__).parent / "conftest.py"), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert supervisor.stdin is not None
+    assert supervisor.stdout is not None
+    pids = [int(pid) for pid in supervisor.stdout.readline().split()]
+    assert len(pids) == 3
+    supervisor.kill()
+    supervisor.wait()
+    for pid in pids:  # ours now: `house` made us a sub-reaper
+        os.waitpid(pid, 0)
+    supervisor.stdin.close()
+    supervisor.stdout.close()
+
+
 def test_interrupt_is_ignored(house: Any) -> None:
     worker = house.ready()
     os.kill(worker.pid, signal.SIGINT)
@@ -215,6 +284,49 @@ def test_text_for_people_is_one_bounded_line() -> None:
     assert boot.one_line(ValueError("a\n  b\tc")) == "a b c"
     assert len(boot.one_line(ValueError("x" * 10_000))) == boot.TEXT_LIMIT
     assert boot.one_line(ValueError()) == "ValueError"
+
+
+# -- with the real engine ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_zygote(zygote: Any) -> Iterator[Any]:
+    real: Any = type(zygote)(engine=boot.ENGINE)
+    yield real
+    real.close()
+
+
+def with_handler(house: Any, real_zygote: Any, name: str, **settings: Any) -> Any:
+    house.zygote = real_zygote
+    config = ModelConfig(handler=f"{HANDLERS}:{name}", settings=settings)
+    return house.start(config=msgspec.to_builtins(config))
+
+
+def test_the_real_engine_serves_a_handler_from_a_file(house: Any, real_zygote: Any) -> None:
+    worker = with_handler(house, real_zygote, "Double")
+    worker.control.until(wire.WorkerReady)
+    proxy = worker.connect()
+    parts = (wire.Part("body", b'{"value": 21}', content_type="application/json"),)
+    proxy.send(wire.Work([wire.Item(1, parts)]))
+    answer = proxy.receive().answers[0]
+    assert (answer.status, json.loads(answer.parts[0].data)["value"]) == ("ok", 42.0)
+    proxy.close()
+
+
+def test_a_handler_that_refuses_its_weights_is_a_config_error(house: Any, real_zygote: Any) -> None:
+    worker = with_handler(house, real_zygote, "RaisesInLoad", kind="config")
+    failed = worker.control.until(wire.LoadFailed)
+    assert failed.cause == "config"
+    assert "weights.pt is of another architecture" in failed.text
+    assert worker.wait() == wire.EXIT_CONFIG
+
+
+def test_a_missing_handler_is_a_config_error(house: Any, real_zygote: Any) -> None:
+    worker = with_handler(house, real_zygote, "NoSuchClass")
+    failed = worker.control.until(wire.LoadFailed)
+    assert failed.cause == "config"
+    assert "NoSuchClass" in failed.text
+    assert worker.wait() == wire.EXIT_CONFIG
 
 
 # -- handlers ------------------------------------------------------------------------------------
