@@ -88,6 +88,7 @@ class BackoffConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class SupervisionConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spawn: Literal["zygote", "exec"] = "zygote"
+    preload: tuple[str, ...] = ()
     hello_limit: Seconds = 60.0
     load_stall: Seconds = 60.0
     warm_up_limit: Seconds = 120.0

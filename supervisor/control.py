@@ -124,6 +124,9 @@ class Control:
         parts = [unquote(part) for part in split.path.strip("/").split("/")]
         if method == "GET" and parts == ["metrics"]:
             return 200, _METRICS_TYPE, self._commands.metrics().encode()
+        if method == "GET" and parts[0] == "v2stats" and len(parts) <= 3:
+            stats = self._commands.v2_stats(*parts[1:])
+            return 200, JSON, msgspec.json.encode(stats)
         match parts:
             case [verb]:
                 key, target = ("", verb), ""

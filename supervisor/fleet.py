@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from gpusup.conf.schema import Config, ModelConfig
 
 from . import events as ev
@@ -21,7 +23,7 @@ from .backoff import COUNTED, Cause
 from .books import Books
 from .layout import DevicePlace, Fits, SlotPlace, lay_out
 from .life import ROUTED, Life, Outcome, State
-from .rollout import Change
+from .rollout import Await, Change
 from .slot import Slot, Standing
 
 #: A pause of the run loop longer than this means that the supervisor itself was stopped.
@@ -156,6 +158,7 @@ class Fleet:
     def advance(self, now: float) -> list[Action]:
         """Let changes and slots take their next steps; note whether the outside must be told."""
         actions: list[Action] = []
+        self._drop_retired()
         for change in [c for c in self.changes.values() if c.is_active()]:
             actions += change.advance(now)
         self.books.sync(self.lives())
@@ -233,6 +236,61 @@ class Fleet:
         record = self.models[place.model]
         slot.wanted = record.current if record.loaded else None
         self.slots[place.name] = slot
+
+    def replan(
+        self, name: str, config: ModelConfig | None, now: float
+    ) -> tuple[Change, list[Action]]:
+        """A model came, went, or wants other devices or numbers: its slots are laid out anew.
+
+        Slots of other models stay as they are; a slot that is no longer wanted is drained first.
+        """
+        models = {k: v for k, v in self.config.models.items() if k != name}
+        if config is not None:
+            models[name] = config
+        self.config = msgspec.structs.replace(self.config, models=models)
+        actions: list[Action] = [Persist()]
+        old = self.slots_of(name)
+        for slot in old:
+            slot.wanted = None
+            slot.retiring = True
+            for life in slot.lives():
+                actions += life.drain(now, "removed by the configuration")
+        fresh: list[str] = []
+        if config is None:
+            if not old:
+                self.models.pop(name, None)
+        else:
+            self._add_model(name, config, now)
+            places = {n: d.place for n, d in self.devices.items()}
+            only = msgspec.structs.replace(self.config, models={name: config})
+            for place in lay_out(only, places, self._fits):
+                place = place._replace(name=self._free_name(place.name, place.device))
+                self._add_slot(place)
+                fresh.append(place.name)
+        kind, title = ("remove", f"remove {name}") if config is None else ("add", f"lay out {name}")
+        change = Await(
+            kind,
+            name,
+            title,
+            self,
+            slots=fresh or [s.name for s in old],
+            until="ready" if fresh and self.models[name].loaded else "empty",
+        )
+        return change, actions + self.start_change(change, now)
+
+    def _free_name(self, wanted: str, device: str) -> str:
+        if wanted not in self.slots:
+            return wanted
+        index = 0
+        while f"{device}.{index}" in self.slots:
+            index += 1
+        return f"{device}.{index}"
+
+    def _drop_retired(self) -> None:
+        for slot in [s for s in self.slots.values() if s.retiring and not s.lives()]:
+            del self.slots[slot.name]
+            if slot.model not in self.config.models and not self.slots_of(slot.model):
+                self.models.pop(slot.model, None)
 
     def set_loaded(self, model: str, loaded: bool, now: float) -> None:
         record = self.models[model]

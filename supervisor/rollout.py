@@ -421,3 +421,11 @@ class Swap(Change):
         if (back and slot.successor is None) or slot.standing != "schedulable":
             self.current, self.stage = "", Stage.UNDO
         return []
+
+
+@dataclass(slots=True, eq=False)
+class Task(Change):
+    """Something that reports its own end, e.g. the replacement of a proxy."""
+
+    def advance(self, now: float) -> list[Action]:
+        return []

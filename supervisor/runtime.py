@@ -85,10 +85,9 @@ class Runtime:
         self.events = events
         self.now = now
         self.workers: dict[Key, Known] = {}
-        self.exits: dict[tuple[str, str], int] = {}
-        self.starts: dict[str, int] = {}
-        self.hangs: dict[str, int] = {}
         self.on_pong: Callable[[Life, wire.Pong], None] = lambda life, pong: None
+        self.on_start: Callable[[str], None] = lambda slot: None
+        self.on_exit: Callable[[str, str], None] = lambda slot, cause: None
         self.on_change_end: Callable[[Change], None] = lambda change: None
         self._inbox: deque[Callable[[float], list[act.Action]]] = deque()
         self._busy = False
@@ -174,7 +173,7 @@ class Runtime:
     def _launch(self, action: act.Launch) -> None:
         key = (action.slot, action.generation)
         self.links.expect(*key)
-        self.starts[action.slot] = self.starts.get(action.slot, 0) + 1
+        self.on_start(action.slot)
         process = self.launcher.launch(
             self.around.spec(action),
             action.assignment.config.python,
@@ -219,10 +218,7 @@ class Runtime:
             )
         )
         if life is not None and life.outcome is not None:
-            tally = (slot, str(life.outcome.cause))
-            self.exits[tally] = self.exits.get(tally, 0) + 1
-            if life.outcome.cause == "hang":
-                self.hangs[slot] = self.hangs.get(slot, 0) + 1
+            self.on_exit(slot, str(life.outcome.cause))
 
     def reclaimed(self, slot: str, generation: int, holders: str) -> None:
         if not holders:

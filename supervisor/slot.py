@@ -52,6 +52,7 @@ class Slot:
         self.successor: Life | None = None
         self.successor_outcome: Outcome | None = None
         self.reserved_by = ""
+        self.retiring = False  # no longer in the configuration: goes when it is empty
         self.failed = ""
         self.retry_at = 0.0
         self.restarts = 0

@@ -1,0 +1,69 @@
+"""Watches until each dead worker's memory is back, and goes on watching when the limit is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from .reclaim import Release, wait_released
+
+if TYPE_CHECKING:
+    from .box import Box
+
+log = logging.getLogger("gpusup.supervisor")
+
+AGAIN_S: Final = 2.0
+
+
+class Reclaimer:
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.last: dict[str, Release] = {}
+
+    def start(self, slot: str, generation: int, device: str, pid: int) -> None:
+        task = asyncio.get_running_loop().create_task(self._watch(slot, generation, device, pid))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, slot: str, generation: int, device: str, pid: int) -> None:
+        limit = self._box.config.supervision.reclaim_limit
+        while True:
+            release = await self._wait(device, pid, limit)
+            self.last[slot] = release
+            if release.returned:
+                if release.text:
+                    log.warning("%s: %s", slot, release.text)
+                self._box.runtime.reclaimed(slot, generation, "")
+                return
+            log.error("%s: %s", slot, release.text)
+            self._box.runtime.reclaimed(slot, generation, release.text)
+            limit = AGAIN_S
+
+    async def _wait(self, device: str, pid: int, limit: float) -> Release:
+        box = self._box
+        fleet = box.runtime.fleet
+        ledger = fleet.books.ledger
+
+        def others() -> int:
+            alive = sum(
+                max(life.memory.reserved, life.memory.allocated) + life.memory.context
+                for life in fleet.lives()
+                if life.device == device and not life.exited
+            )
+            return alive + ledger.foreign(device)
+
+        def ours() -> set[int]:
+            return {life.pid for life in fleet.lives() if not life.exited}
+
+        return await wait_released(
+            device=device,
+            kind=fleet.devices[device].place.kind,
+            pid=pid,
+            latest=box.probe.latest,
+            idle_at=ledger.idle_at(device),
+            others=others,
+            ours=ours,
+            limit_s=limit,
+        )

@@ -1,0 +1,94 @@
+"""`python -m gpusup.worker.precheck`: would this version of a model load? Away from any device.
+
+Reads a msgpack map {"config", "version"} on standard input and prints one JSON object
+{"problem": str}; "" means that nothing was found. The weights are only read as far as their
+header; `load` is tried on torch's meta device, which has shapes and types but no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gpusup.conf.places import weights_of
+from gpusup.conf.safetensors_header import BrokenWeights, read_header
+
+from .entry import LoadProblem
+from .handlers import load_handler
+from .model import ConfigProblem
+
+#: What PyTorch says of things that its meta device can't do: no verdict on the model.
+_META_ONLY = ("meta tensor", "meta device", "'Meta'", "on meta", "Cannot copy out of meta")
+
+
+def problem_of(config: dict[str, Any], version: str) -> str:
+    """ "" or one line that names the thing."""
+    weights = weights_of(str(config.get("weights", "")), version)
+    if weights and (problem := weights_problem(weights)):
+        return problem
+    try:
+        handler = load_handler(str(config["handler"]))
+    except LoadProblem as problem:
+        return str(problem)
+    return load_problem(handler, config, weights, version)
+
+
+def weights_problem(weights: str) -> str:
+    path = Path(weights)
+    try:
+        if path.is_dir():
+            os.listdir(path)
+            return ""
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return f"cannot read {path}: {error.strerror}"
+    if path.suffix == ".safetensors":
+        try:
+            read_header(path)
+        except BrokenWeights as error:
+            return str(error)
+    return ""
+
+
+def load_problem(handler: type[Any], config: dict[str, Any], weights: str, version: str) -> str:
+    import torch
+
+    try:
+        model = handler()
+        model.settings = config.get("settings", {})
+        model.weights = weights
+        model.dtype = config.get("dtype", "model")
+        with torch.device("meta"):
+            model.load(torch.device("meta"), version)
+    except ConfigProblem as problem:
+        return str(problem)
+    except NotImplementedError:
+        return ""
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if any(words in text for words in _META_ONLY):
+            return ""
+        return f"load fails: {' '.join(text.split())[:500]}"
+    return ""
+
+
+def main() -> int:
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read())
+    # What the handler prints must not end up in the answer.
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with contextlib.redirect_stdout(sys.stderr):
+        problem = problem_of(asked["config"], asked["version"])
+    answer.write(msgspec.json.encode({"problem": problem}))
+    answer.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
