@@ -89,7 +89,7 @@ def test_a_configuration_is_planned_model_by_model(
     (tmp_path / "x.py").write_text("class A: ...\nclass B: ...\n")
     path.write_text(
         '[models.a]\nhandler = "x:A"\nstatic = "5.2GiB"\npeak = "1GiB"\n'
-        '[models.b]\nhandler = "x:B"\nstatic = "2GiB"\nworkers = 1\n'
+        '[models.b]\nhandler = "x:B"\nstatic = "4GiB"\nworkers = 1\n'
     )
     result = planned(capsys, str(path), "--gpu-memory", "24GiB")
     assert result["models"]["b"]["workers"] == {"gpu0": 1}
