@@ -202,13 +202,13 @@ def _raw(body: bytes | memoryview, inputs: Sequence[TensorSpec], cut: Cut) -> In
         )
     (spec,) = inputs
     if spec.datatype == "BYTES":
-        if spec.shape not in ((1,), ()):
+        if spec.shape not in ((1,), (-1,), ()):
             raise InvalidInput(
-                f"a BYTES input can be the whole body only where its shape is [1], "
+                f"a BYTES input can be the whole body only where its shape is [1] or [-1], "
                 f"{spec.name!r} has {list(spec.shape)}"
             )
         data: bytes | Block = len(body).to_bytes(4, "little") + bytes(body)
-        shape = (1, *spec.shape)
+        shape = (1,) * (1 + len(spec.shape))
     else:
         if spec.shape.count(-1) > 1:
             raise InvalidInput(
