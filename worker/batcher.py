@@ -63,7 +63,7 @@ class _Line:
 
 
 class Batcher:
-    """`limit` says how many rows of a key fit into the device's memory, if fewer than `max_rows`."""
+    """`limit` says how many rows of a key the device has memory for, if fewer than `max_rows`."""
 
     def __init__(
         self,

@@ -24,6 +24,8 @@ from .profile import Profile
 
 #: How much of an error's text a client is shown.
 _TEXT_LIMIT: Final = 300
+#: For how long a batch size that did not fit is not tried again.
+_REMEMBER_S: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -111,13 +113,16 @@ class Runner:
         self.names = names  # of the declared outputs
         self.pool = Pool(device.torch, max_rows, depth=2)
         self.status: dict[str, str] = {}
+        self.learning = True
+        self._ceilings: dict[Key, tuple[int, float]] = {}
         self._gives_sizes = "sizes" in inspect.signature(model.forward).parameters
 
     def launch(self, key: Key, units: Sequence[Unit], rows: int) -> Flight:
         """Raises whatever the model or the device raises."""
         text = key.text
-        self.device.check_room(self.profile.cost(text, rows, key.elements))
-        unknown = not self.profile.has(text, rows)
+        self.device.check_room(self.profile.cost(text, rows))
+        unknown = self.learning and not self.profile.covers(text, rows)
+        before = 0
         if unknown:
             before = self.device.allocated()
             self.device.begin_peak()
@@ -151,18 +156,33 @@ class Runner:
         each = [list(unit.notes.true_size) for unit in units for _ in range(unit.rows)]
         return torch.tensor(each, dtype=torch.int64, device=self.device.torch)
 
+    def limit(self, key: Any) -> int:
+        """Rows of one batch that the device has memory for, by what was measured and seen."""
+        ceiling, until = self._ceilings.get(key, (0, 0.0))
+        if ceiling and time.monotonic() < until:
+            return ceiling
+        return self.max_rows
+
+    def did_not_fit(self, key: Key, rows: int) -> None:
+        """Smaller batches for a while; what took the memory may be gone later."""
+        self._ceilings[key] = (max(1, rows // 2), time.monotonic() + _REMEMBER_S)
+
+    def want_graphs(self, key: Key, rows: Sequence[int]) -> None:
+        """Capture batches of so many rows when there is time."""
+
+    def pending(self) -> bool:
+        """Whether `idle_step` has something to do."""
+        return False
+
     def idle_step(self) -> bool:
         """Something to do in a gap (capture a graph). False: nothing is left."""
         return False
-
-    def close(self) -> None:
-        """Nothing is in flight any more."""
 
     def _gather(self, key: Key, units: Sequence[Unit], rows: int) -> tuple[Any, Slab | None]:
         """The units' rows as one tensor (or a dict of them). A lone unit's is not copied."""
         if len(units) == 1 and units[0].notes.fits:
             whole = rows_of(units[0])
-            return (whole[""] if "" in whole else whole), None
+            return _as_given(whole), None
         slab = self.pool.lease(key)
         batch: dict[str, Any] = {}
         try:
@@ -189,7 +209,12 @@ class Runner:
             raise
         if slab is not None:
             slab.dirty = rows
-        return (batch[""] if "" in batch else batch), slab
+        return _as_given(batch), slab
+
+
+def _as_given(batch: dict[str, Any]) -> Any:
+    """As `forward` takes it: a single input has no name."""
+    return batch.get("", batch)
 
 
 def fill(target: torch.Tensor, items: Sequence[torch.Tensor], units: Sequence[Unit]) -> None:
@@ -280,6 +305,7 @@ class Containment:
             self.ooms += 1
             self._device.trim()
             if len(units) > 1:
+                self._runner.did_not_fit(key, sum(unit.rows for unit in units))
                 middle = len(units) // 2
                 for half in (units[:middle], units[middle:]):
                     yield from self._again(key, half, again, until)

@@ -1,7 +1,7 @@
 """The device as torch shows it: its memory, its cap, its identity, and which errors it survives.
 
-`Device` has two shapes, the host CPU and a CUDA device, so that out-of-memory, caps and peaks are the
-same code on a machine without a GPU: there resident memory stands for the allocator's.
+`Device` has two shapes, the host CPU and a CUDA device, so that out-of-memory, caps and peaks are
+the same code on a machine without a GPU: there resident memory stands for the allocator's.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Device(Protocol):
     torch: torch.device
     uuid: str
     name: str
+    static: int  # bytes in use at rest, set after warm-up
 
     def allocated(self) -> int:
         """Bytes in use (CPU: resident, without files and shared memory)."""
@@ -244,7 +245,7 @@ class Cuda:
         self._cap = cap
         try:
             properties = torch.cuda.get_device_properties(0)
-            free, seen = torch.cuda.mem_get_info(0)
+            _, seen = torch.cuda.mem_get_info(0)
         except Exception as error:
             if is_oom(error):
                 raise LoadProblem(
@@ -273,11 +274,14 @@ class Cuda:
             stats = torch.cuda.memory_stats_as_nested_dict(0)
             allocated = stats["allocated_bytes"]["all"] if stats else {"current": 0, "peak": 0}
             reserved = stats["reserved_bytes"]["all"]["current"] if stats else 0
+            free, total = torch.cuda.mem_get_info(0)
             self._memory = wire.Memory(
                 allocated=allocated["current"],
                 reserved=reserved,
                 peak=allocated["peak"],
                 static=self.static,
+                device_total=total,
+                device_free=free,
             )
         return self._memory
 

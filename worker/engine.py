@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,6 +26,7 @@ from .crew import Crew
 from .entry import Entry, Fence
 from .intake import Intake
 from .outputs import Outputs
+from .pace import Pace
 from .pool import Key, TooLarge
 from .running import Running, Work
 from .startup import Loaded, Startup
@@ -35,8 +36,14 @@ _log = logging.getLogger(__name__)
 
 #: An item may have at most so many batches' worth of rows.
 MOST_BATCHES: Final = 32
-#: Longest sleep of the loop; nothing depends on it but a lost wake-up.
+#: Longest sleep of the loop; between sleeps it looks at what nobody rings for.
 _LONGEST_S: Final = 1.0
+#: A wait shorter than this is not worth a sleep.
+_SHORT_S: Final = 100e-6
+#: So long without work is a gap in which a graph may be captured.
+_GAP_S: Final = 0.03
+#: Without gaps, one graph is captured this often.
+_CAPTURE_EVERY_S: Final = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +63,6 @@ class _Totals:
     failures: int = 0
     busy_s: float = 0.0
     unsupported: int = 0
-    requests: list[float] = field(default_factory=list)
 
 
 class Engine:
@@ -80,6 +86,9 @@ class Engine:
         self._coming = 0
         self._flights: deque[_Launched] = deque()
         self._totals = _Totals()
+        self._arenas: Any = None
+        self._leaving: set[int] = set()
+        self._captured = 0.0
         self._stopping = False
         self._draining = False
         self._poison = ""
@@ -108,9 +117,17 @@ class Engine:
         self._budget = settings.budget
         self._budget_rows = 2 * settings.max_rows
         self._batcher = Batcher(
-            max_rows=settings.max_rows, wait=settings.wait, starvation=settings.starvation
+            max_rows=settings.max_rows,
+            wait=settings.wait,
+            starvation=settings.starvation,
+            limit=self._runner.limit,
         )
+        self._pace = Pace()
         self._intake = Intake(loaded.model, settings)
+        if loaded.device.kind == "cuda":
+            from .cuda_runner import Arenas
+
+            self._arenas = Arenas()
         self._containment = Containment(loaded.runner, loaded.device, limit_s=settings.budget / 2)
         self._crew = Crew(settings.decode_threads, "crew")
         self._texts = Texts(
@@ -174,10 +191,20 @@ class Engine:
     def drop(self, connection: int) -> None:
         with self._lock:
             ids = [item for owner, item in self._live if owner == connection]
+            self._leaving.add(connection)
         self.cancel(connection, ids)
 
     def map_arena(self, connection: int, arena: memoryview) -> None:
-        """A CPU slot reads the arena as it is."""
+        """Registered in a thread of its own, since that takes long; until then, and where it
+        fails, copies go through the pool's page-locked slabs. A CPU slot reads it as it is."""
+        if self._arenas is None:
+            return
+
+        def register() -> None:
+            if self._arenas.register(connection, arena):
+                self._intake.registered(self._arenas.connections())
+
+        threading.Thread(target=register, name="arena", daemon=True).start()
 
     def drain(self, when_empty: Callable[[], None]) -> None:
         with self._lock:
@@ -272,34 +299,82 @@ class Engine:
         now = time.monotonic()
         if self._cancels or now >= self._batcher.next_deadline():
             self._cancels = False
-            self._bury(self._batcher.sweep(now), now)
+            self._bury(self._batcher.sweep(now))
+            self._texts.sweep()
+        flights = self._flights
         units: list[Unit] = []
-        if len(self._flights) < self._runner.depth:
-            units = self._batcher.take(now, idle=not self._flights, coming=self._coming)
-            self._bury(self._batcher.met(), now)
+        if len(flights) < self._runner.depth:
+            idle = not flights or now >= self._pace.next_due
+            units = self._batcher.take(now, idle=idle, coming=self._coming)
+            self._bury(self._batcher.met())
         if units:
             self._launch(units, now)
-        if self._flights and (not units or len(self._flights) >= self._runner.depth):
-            self._land(self._flights.popleft())
+        if len(flights) >= self._runner.depth:
+            self._land(flights.popleft())
+        elif flights and not units:
+            self._between(now)
         elif not units:
             self._rest(now)
+        if self._runner.pending():
+            self._capture()
+
+    def _between(self, now: float) -> None:
+        """One batch computes and no second one is ripe: gather more for as long as the device has
+        something to do, but no longer."""
+        pause = min(self._pace.next_due, self._batcher.next_window()) - now
+        if pause > _SHORT_S and not self._flights[0].flight.done():
+            self._bell.acquire(timeout=pause)
+        else:
+            self._land(self._flights.popleft())
 
     def _rest(self, now: float) -> None:
         """Nothing to compute: look after the rest, then sleep until the bell or the next term."""
+        self._texts.sweep()
+        if self._leaving:
+            self._let_go()
         when_empty = self._when_empty
         if when_empty is not None and not self._live:
             self._when_empty = None
             when_empty()
-        if self._spec.canary_idle and now - self._active >= self._spec.canary_idle:
+        canary_idle = self._spec.canary_idle or math.inf
+        if now - self._active >= canary_idle:
             self._canary()
         until = min(
-            self._batcher.next_deadline(),
-            self._batcher.next_window(),
-            self._active + (self._spec.canary_idle or math.inf),
+            self._batcher.next_deadline(), self._batcher.next_window(), self._active + canary_idle
         )
         wait = min(_LONGEST_S, max(0.0, until - time.monotonic()))
-        if self._bell.acquire(timeout=wait) if wait else self._bell.acquire(blocking=False):
-            pass
+        if self._runner.pending():
+            wait = min(wait, _GAP_S)
+        if wait:
+            self._bell.acquire(timeout=wait)
+
+    def _capture(self) -> None:
+        """Graphs that are still wanted: one in each gap, and one now and then without a gap."""
+        now = time.monotonic()
+        gap = not self._live and now - self._active >= _GAP_S
+        if not gap and now - self._captured < _CAPTURE_EVERY_S:
+            return
+        while self._flights:
+            self._land(self._flights.popleft())
+        work = self._running.begin(self._budget, [])
+        try:
+            self._runner.idle_step()
+        except Exception as error:
+            self._poisoned(one_line(error))
+        finally:
+            self._running.end(work)
+            self._captured = time.monotonic()
+
+    def _let_go(self) -> None:
+        """Unregister arenas of connections that are gone and have nothing left here."""
+        with self._lock:
+            busy = {connection for connection, _ in self._live}
+            gone = self._leaving - busy
+            self._leaving -= gone
+        if self._arenas is not None:
+            for connection in gone:
+                self._arenas.unregister(connection)
+            self._intake.registered(self._arenas.connections())
 
     def _canary(self) -> None:
         work = self._running.begin(self._spec.canary_limit, [])
@@ -369,13 +444,13 @@ class Engine:
                 self._poisoned(failure.text)
             return
         placed: Placed = entry.tensor
-        most = self._batcher.max_rows
+        most = self._batcher.most_rows(entry.bucket)
         if not placed.rows:
             self._answers.empty(entry)
         elif placed.rows <= most:
             self._add(entry, 0, placed.rows)
-        elif placed.rows > most * MOST_BATCHES:
-            text = f"{placed.rows} rows in one request, the limit is {most * MOST_BATCHES}"
+        elif placed.rows > (limit := self._batcher.max_rows * MOST_BATCHES):
+            text = f"{placed.rows} rows in one request, the limit is {limit}"
             self._answers.fail(entry, Failure("invalid", text))
         else:
             entry.notes["whole"] = Whole(placed.rows)
@@ -405,7 +480,7 @@ class Engine:
         self._bury_entry(entry)
         return True
 
-    def _bury(self, units: Sequence[Unit], now: float) -> None:
+    def _bury(self, units: Sequence[Unit]) -> None:
         for unit in units:
             entry: Any = unit.what
             self._bury_entry(entry)
@@ -440,6 +515,7 @@ class Engine:
             failure = failure_of(error)
         else:
             self._flights.append(_Launched(key, units, rows, work, flight, now))
+            self._pace.launched(key, rows, now)
         if failure is not None:
             # Those before it are answered first: they are not to be in the fence's way.
             while self._flights:
@@ -460,13 +536,18 @@ class Engine:
             )
             return
         assert outputs is not None
-        self._ended(launched.work, launched.rows, launched.began)
+        took = self._ended(launched.work, launched.rows, launched.began)
+        self._pace.landed(launched.key, launched.rows, took)
         for other in self._flights:
             self._running.again(other.work)  # it had to wait for this one
         self._answers.deliver(
-            launched.units, outputs, launched.began, self._active - launched.began,
-            launched.rows, launched.flight.release,
-        )  # fmt: skip
+            launched.units,
+            outputs,
+            launched.began,
+            self._active - launched.began,
+            launched.rows,
+            launched.flight.release,
+        )
 
     def _contain(
         self, key: Key, units: list[Unit], rows: int, work: Work, began: float, failure: Failure
@@ -492,14 +573,17 @@ class Engine:
         if fatal:
             self._poisoned(fatal)
 
-    def _ended(self, work: Work, rows: int, began: float) -> None:
+    def _ended(self, work: Work, rows: int, began: float) -> float:
+        """How long the device had the batch to itself, seconds."""
         previous = self._active
         self._active = time.monotonic()
         self._running.end(work)
+        took = self._active - max(began, previous)
         totals = self._totals
         totals.batches += 1
         totals.rows += rows
-        totals.busy_s += self._active - max(began, previous)
+        totals.busy_s += took
+        return took
 
     def _poisoned(self, text: str) -> None:
         self._poison = self._poison or text

@@ -60,7 +60,7 @@ class Outputs:
 
 
 def outputs_of(returned: Any, rows: int, declared: Sequence[str]) -> Outputs:
-    """Name the outputs and check their rows. Raises WrongRows, or TypeError on what is no output."""
+    """Name the outputs and check their rows. Raises WrongRows; TypeError on what is no output."""
     if isinstance(returned, torch.Tensor | np.ndarray):
         form: Literal["tensor", "tuple", "dict"] = "tensor"
         values = [returned]

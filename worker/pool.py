@@ -1,8 +1,8 @@
 """Buckets, and the memory cut for them: slabs that are allocated once and leased.
 
-A slab holds the rows of one batch, on the host (page-locked where there is a GPU) and on the device.
-It is leased to one batch at a time, and whatever a batch does not fill is zeroed first: nothing
-of an earlier request is ever visible to a later one.
+A slab holds the rows of one batch, on the host (page-locked where there is a GPU) and on the
+device. It is leased to one batch at a time, and whatever a batch does not fill is zeroed first:
+nothing of an earlier request is ever visible to a later one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHANNELS: Final = 4
 
 
 class TooLarge(Exception):
-    """No bucket takes the input and the model wants none without one. The text goes to the client."""
+    """No bucket takes the input, and the model wants none without one. The text is for clients."""
 
 
 class Key(NamedTuple):
@@ -130,7 +130,21 @@ class Slab:
     slot: int
     dirty: int = 0
     leased: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
+    singles: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def batch(self, rows: int) -> Any:
+        """The device's first `rows`, as `forward` takes them: a tensor, or a dict of them."""
+        first = self.device.get("")
+        if first is not None:
+            return first[:rows]
+        return {name: tensor[:rows] for name, tensor in self.device.items()}
+
+    def row_views(self, name: str) -> list[torch.Tensor]:
+        """The device's rows one by one, (1, *shape) each; made once."""
+        views = self.singles.get(name)
+        if views is None:
+            views = self.singles[name] = list(self.device[name].split(1))
+        return views
 
 
 class Pool:

@@ -15,6 +15,8 @@ from typing import Final
 
 #: How much an estimate for an unmeasured shape is raised.
 MARGIN: Final = 1.25
+#: Shapes come from clients: what is kept of them is bounded.
+MOST_KEYS: Final = 1024
 _FORMAT: Final = 1
 
 
@@ -31,7 +33,7 @@ class Profile:
         self._signature = signature
         self._lock = threading.Lock()
         self._peaks: dict[str, int] = {}
-        self._elements: dict[str, int] = {}
+        self._most: dict[str, int] = {}  # rows measured, by bucket
         self._changed = False
         self.known = False
         if path:
@@ -45,12 +47,18 @@ class Profile:
         with self._lock:
             return key_of(bucket, rows) in self._peaks
 
+    def covers(self, bucket: str, rows: int) -> bool:
+        """Whether at least so many rows were measured, or there is no room to learn more."""
+        with self._lock:
+            return self._most.get(bucket, 0) >= rows or len(self._peaks) >= MOST_KEYS
+
     def learn(self, bucket: str, rows: int, peak: int) -> None:
         """Keep the greatest peak seen; the first one is news, a greater one too."""
         key = key_of(bucket, rows)
         with self._lock:
             if peak > self._peaks.get(key, -1):
                 self._peaks[key] = max(0, peak)
+                self._most[bucket] = max(rows, self._most.get(bucket, 0))
                 self._changed = True
 
     def buckets(self) -> dict[str, list[int]]:
@@ -73,15 +81,15 @@ class Profile:
             same: list[tuple[int, int]] = []
             per_element = 0.0
             for key, peak in self._peaks.items():
-                name, _, count = key.rpartition("/")
+                name, _, counted = key.rpartition("/")
                 if name == bucket:
-                    same.append((int(count), peak))
-                size = int(count) * elements_of(name)
-                if size:
+                    same.append((int(counted), peak))
+                elif elements and (size := int(counted) * elements_of(name)):
                     per_element = max(per_element, peak / size)
         above = [(count, peak) for count, peak in same if count >= rows]
         if above:
-            return min(above)[1]
+            count, peak = min(above)
+            return min(peak, int(peak * rows / count * MARGIN))
         if same:
             count, peak = max(same)
             return int(peak * rows / count * MARGIN)
@@ -114,8 +122,10 @@ class Profile:
                 return
             peaks = {str(key): int(peak) for key, peak in said["peaks"].items()}
             for key in peaks:
-                int(key.rpartition("/")[2])
+                bucket, _, rows = key.rpartition("/")
+                self._most[bucket] = max(int(rows), self._most.get(bucket, 0))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            self._most = {}
             return  # measured anew
         self._peaks = peaks
         self.known = bool(peaks)

@@ -1,7 +1,8 @@
 """What executes just now, kept in the progress page (progress.py).
 
-Batches and streams of results run side by side, but the page has room for one start and one budget: it
-shows the work that is nearest to its budget, so that a lively stream can't hide a batch that hangs.
+Batches and streams of results run side by side, but the page has room for one start and one
+budget: it shows the work that is nearest to its budget, so that a lively stream can't hide a batch
+that hangs.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from .compute import Failure, Placed, Runner, attempt, one_line
 from .device import Device, is_oom, open_device
 from .entry import LoadProblem
 from .handlers import load_handler
+from .loader import on_moved, prefetch
 from .model import ConfigProblem, Model, Tensor
 from .outputs import Outputs
 from .pool import Key
@@ -57,6 +58,11 @@ class Settings:
 def settings_of(config: Mapping[str, Any], model: Any) -> Settings:
     """What the file says; declared tensors fall back on the model's own."""
     get = config.get
+    inputs = _tensors(get("inputs")) or tuple(model.inputs)
+    buckets: Any = get("buckets") or getattr(model, "buckets", ())
+    if not buckets and len(inputs) == 1 and all(side >= 0 for side in inputs[0].shape):
+        # The one shape there is needs no bucket in the file.
+        buckets = (inputs[0].shape,)
     return Settings(
         max_rows=int(get("max_rows", 32)),
         wait=float(get("wait", 0.002)),
@@ -75,7 +81,7 @@ def settings_of(config: Mapping[str, Any], model: Any) -> Settings:
         torch_threads=int(get("torch_threads", 1)),
         golden=str(get("golden", "")),
         golden_tolerance=float(get("golden_tolerance", 1e-2)),
-        inputs=_tensors(get("inputs")) or tuple(model.inputs),
+        inputs=inputs,
         outputs=_tensors(get("outputs")) or tuple(model.outputs),
     )
 
@@ -111,6 +117,8 @@ class Startup:
         self._tell = tell
         self._wait_go = wait_go
         self.seconds: dict[str, float] = {}
+        self._read = 0
+        self._total = 0
 
     def run(self) -> Loaded:
         """Raises LoadProblem."""
@@ -120,6 +128,8 @@ class Startup:
         settings = settings_of(spec.config, model)
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
+        if os.path.isfile(model.weights):
+            self._total = os.path.getsize(model.weights)
         if spec.held:
             self._prepare(model)
         with self._phase("device"):
@@ -132,10 +142,14 @@ class Startup:
 
     def _onto(self, device: Device, model: Any, settings: Settings) -> Loaded:
         spec = self._spec
-        with self._phase("weights"):
-            before = device.allocated()
-            self._load(model, device)
-            self._page.load_moved(max(0, device.allocated() - before))
+        on_moved(self._moved)
+        try:
+            with self._phase("weights"):
+                before = device.allocated()
+                self._load(model, device)
+                self._page.load_moved(max(0, device.allocated() - before - self._read))
+        finally:
+            on_moved(None)
         profile = Profile(spec.profile_path, _signature(spec))
         runner = make_runner(model, device, profile, settings)
         methods = methods_of(model)
@@ -164,6 +178,12 @@ class Startup:
             seconds={name: round(took, 4) for name, took in self.seconds.items()},
         )
         return Loaded(model, device, settings, profile, runner, ready, methods)
+
+    def _moved(self, count: int) -> None:
+        """From the loader's threads."""
+        self._read += count
+        self._page.load_moved(count)
+        self._tell(wire.Loading("weights", self._read, self._total))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -199,9 +219,13 @@ class Startup:
                 torch.ones(16, 16, device="cuda").mm(torch.ones(16, 16, device="cuda"))
                 torch.cuda.synchronize()
         before = _resident()
+        read = 0
         with self._phase("prepare"), _as_problem("prepare"):
-            model.prepare(spec.version)
-        self._tell(wire.Prepared(host_bytes=max(0, _resident() - before)))
+            if type(model).prepare is not Model.prepare:
+                model.prepare(spec.version)
+            elif os.path.isfile(model.weights):
+                read = prefetch(model.weights)
+        self._tell(wire.Prepared(host_bytes=max(read, _resident() - before)))
         self._wait_go()
 
     def _load(self, model: Any, device: Device) -> None:
@@ -224,37 +248,61 @@ class Startup:
     def _warm_up(self, model: Any, settings: Settings, runner: Runner, profile: Profile) -> None:
         with _as_problem("warm_up"):
             given = list(model.warm_up())
+        if given and not settings.buckets:
+            # The examples' shapes are those that matter.
+            shapes = {tuple(e.shape) for e in given if isinstance(e, torch.Tensor)}
+            settings.buckets = tuple(sorted(shapes))
         keys: dict[Key, dict[str, Any]] = {}
-        for example in given:
-            placed = _example(example)
+        examples = map(_example, given) if given else default_examples(settings)
+        for placed in examples:
             keys.setdefault(_key(placed, settings), placed)
-        if not given:
-            for placed in default_examples(settings):
-                keys.setdefault(_key(placed, settings), placed)
         known = profile.known
-        steps = ladder(settings.max_rows)
         for key, example in keys.items():
-            for rows in [1] if known and profile.has(key.text, 1) else steps:
-                outcome = self._compute(runner, key, example, rows)
+            steps = [1] if known and profile.has(key.text, 1) else ladder(settings.max_rows)
+            self._climb(runner, key, example, steps, given=bool(given))
+            runner.want_graphs(key, ladder(settings.max_rows))
+        if known:
+            return  # answer first; graphs are captured in the gaps
+        with self._phase("graphs"), torch.inference_mode():
+            while runner.idle_step():
                 self._page.load_moved()
-                if not isinstance(outcome, Failure):
-                    continue
-                if outcome.kind == "oom" and rows > 1:
-                    _log.warning("%s does not fit with %d rows: %s", key.text, rows, outcome.text)
-                    runner.device.trim()
-                    break
-                if outcome.kind == "oom":
-                    raise LoadProblem(
-                        "oom",
-                        f"one {key.text} input does not fit: {outcome.text}; the worker may take "
-                        f"{runner.device.room()} bytes",
-                    )
-                if outcome.kind == "sticky":
-                    raise LoadProblem("device", f"warm-up with {key.text}: {outcome.text}")
-                if given:
-                    raise LoadProblem("error", f"warm-up with {key.text}: {outcome.text}")
-                _log.warning("no warm-up with %s: %s", key.text, outcome.text)
-                break
+
+    def _climb(
+        self,
+        runner: Runner,
+        key: Key,
+        example: dict[str, Any],
+        steps: Sequence[int],
+        *,
+        given: bool,
+    ) -> None:
+        """Batches of 1, 2, 4, ... rows; their peaks are measured on the way. Raises LoadProblem if
+        not even one row works."""
+        runner.learning = False  # the first run also pays for what is made only once
+        outcome = self._compute(runner, key, example, 1)
+        runner.learning = True
+        for rows in steps:
+            if not isinstance(outcome, Failure):
+                outcome = self._compute(runner, key, example, rows)
+            self._page.load_moved()
+            if not isinstance(outcome, Failure):
+                continue
+            if outcome.kind == "oom" and rows > 1:
+                _log.warning("%s does not fit with %d rows: %s", key.text, rows, outcome.text)
+                runner.device.trim()
+                return
+            if outcome.kind == "oom":
+                raise LoadProblem(
+                    "oom",
+                    f"one {key.text} input does not fit: {outcome.text}; the worker may take "
+                    f"{runner.device.room()} bytes",
+                )
+            if outcome.kind == "sticky":
+                raise LoadProblem("device", f"warm-up with {key.text}: {outcome.text}")
+            if given:
+                raise LoadProblem("error", f"warm-up with {key.text}: {outcome.text}")
+            _log.warning("no warm-up with %s: %s", key.text, outcome.text)
+            return
 
     def _compute(
         self, runner: Runner, key: Key, example: dict[str, Any], rows: int
@@ -286,6 +334,19 @@ class _Example:
 
 def make_runner(model: Any, device: Device, profile: Profile, settings: Settings) -> Runner:
     names = [tensor.name for tensor in settings.outputs]
+    if device.kind == "cuda":
+        from .cuda_runner import CudaRunner
+
+        off = "" if settings.graphs else "not wanted by the model or its configuration"
+        return CudaRunner(
+            model,
+            device,
+            profile,
+            settings.max_rows,
+            names,
+            graphs_off=off,
+            compiled=settings.compile,
+        )
     runner = Runner(model, device, profile, settings.max_rows, names)
     runner.status["all"] = "eager: no CUDA"
     return runner
@@ -417,5 +478,6 @@ def _signature(spec: wire.WorkerSpec) -> str:
             config.get("weights", ""),
             config.get("dtype", "model"),
             config.get("compile", False),
+            sorted(map(str, config.get("settings", {}).items())),
         )
     )

@@ -56,10 +56,24 @@ class Texts:
         self._answer = answer
         self._poisoned = poisoned
         self._credit = threading.Condition()
+        self._waiting: dict[int, Entry] = {}
         self._crew = Crew(int(getattr(model, "text_threads", THREADS)), "text")
 
     def take(self, entry: Entry) -> None:
+        with self._credit:
+            self._waiting[id(entry)] = entry
         self._crew.put(self._serve, entry)
+
+    def sweep(self) -> None:
+        """Answer what waits for a thread in vain: cancelled, or expired."""
+        now = time.monotonic()
+        with self._credit:
+            dead = [entry for entry in self._waiting.values() if _over(entry, now)]
+            for entry in dead:
+                del self._waiting[id(entry)]
+        for entry in dead:
+            status: wire.Status = "cancelled" if entry.cancelled else "expired"
+            self._answer(entry, wire.Answer(entry.item.id, status, started=False))
 
     def credit(self, entry: Entry, count: int) -> None:
         with self._credit:
@@ -77,6 +91,9 @@ class Texts:
     def _serve(self, entry: Entry) -> None:
         item = entry.item
         began = time.monotonic()
+        with self._credit:
+            if self._waiting.pop(id(entry), None) is None:
+                return  # swept
         try:
             self._check(entry)
         except Stopped as stop:
@@ -160,10 +177,12 @@ class Texts:
             entry.credit -= 1
 
     def _check(self, entry: Entry) -> None:
-        if entry.cancelled:
-            raise Stopped("cancelled")
-        if entry.item.deadline and time.monotonic() >= entry.item.deadline:
-            raise Stopped("expired")
+        if _over(entry, time.monotonic()):
+            raise Stopped("cancelled" if entry.cancelled else "expired")
+
+
+def _over(entry: Entry, now: float) -> bool:
+    return entry.cancelled or bool(entry.item.deadline and now >= entry.item.deadline)
 
 
 _STATUS: Final[dict[str, wire.Status]] = {
