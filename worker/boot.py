@@ -101,6 +101,8 @@ def run(
         fail(control, "config", one_line(problem))
     except BaseException as error:
         traceback.print_exception(error)
+        if terminate.serving:
+            leave(1)  # a crash like any other: it is too late to speak of loading
         fail(control, "error", f"{type(error).__name__}: {one_line(error)}")
     leave(0)
 
@@ -160,6 +162,10 @@ class Terminate:
     def gently(self, engine: EngineLike) -> None:
         """From now on there is work to finish first."""
         self._engine = engine
+
+    @property
+    def serving(self) -> bool:
+        return self._engine is not None
 
     def _woken(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):

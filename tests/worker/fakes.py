@@ -67,6 +67,8 @@ class FakeEngine:
 
     def _answer(self, entry: Entry) -> wire.Answer:
         match entry.item.params.get("do", ""):
+            case "crash":
+                raise RuntimeError("the engine crashed")
             case "fork":
                 if (pid := os.fork()) == 0:
                     while True:

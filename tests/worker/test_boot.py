@@ -254,6 +254,17 @@ def test_a_surprise_while_loading_is_an_error_and_its_traceback_is_in_the_log(ho
     assert "Traceback" in worker.output()
 
 
+def test_an_engine_that_crashes_while_serving_says_nothing_of_loading(house: Any) -> None:
+    worker = house.ready()
+    proxy = worker.connect()
+    proxy.send(wire.Work([wire.Item(1, (), params={"do": "crash"})]))
+    assert worker.wait() == 1
+    with pytest.raises(EOFError):
+        worker.control.receive()
+    assert "the engine crashed" in worker.output()
+    proxy.close()
+
+
 def test_a_poisoned_context_is_told_before_the_worker_leaves_with_70(house: Any) -> None:
     worker = house.ready()
     proxy = worker.connect()
