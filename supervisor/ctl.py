@@ -50,7 +50,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
             ctl_view.out([ctl_completion.script(given.shell, parser)])
             return exit_codes.OK
-        return VERBS[given.verb](Client(find_socket(given.socket)), given)
+        return VERBS[given.verb](Client(find_socket(getattr(given, "socket", None))), given)
     except CtlError as error:
         sys.stderr.write(f"gpusupctl: {error}\n")
         return error.code

@@ -78,7 +78,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[shared],
     )
-    parser.set_defaults(socket=None)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def verb(

@@ -30,7 +30,7 @@ class Events:
         self._serial += 1
         event = {
             "serial": self._serial,
-            "time": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
+            "time": time.time(),
             "kind": kind,
             "text": text,
             **{k: v for k, v in fields.items() if k not in ("serial", "time", "kind", "text")},
