@@ -183,6 +183,11 @@ class Door:
         """`expect_handler` of every route that reads a body: refuses before 100-continue."""
         try:
             self.check(request)
+            name = request.match_info.get("model")
+            if name is not None:
+                self.model(name, request.match_info.get("version"))
+            elif request.path == "/infer":
+                self.model(self.default_model())
             return await self.reader.expect(request)
         except ProxyError as error:
             return self.refuse(request, error)

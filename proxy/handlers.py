@@ -12,11 +12,13 @@ from aiohttp import hdrs, web
 from gpusup.supervisor.wire import ModelInfo
 from gpusup.worker.wire import Block, Part
 
-from . import raw_codec
+from . import images, raw_codec
 from .body import Body
 from .door import REQUEST_ID, Call, Door
+from .generate_routes import is_text, raw_text
 from .http_rules import header_priority, read_timeout, trace_params
 from .multipart import split
+from .replies import respond
 
 _encode = msgspec.json.Encoder().encode
 _JSON = {"Content-Type": "application/json"}
@@ -51,8 +53,12 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
     model = door.model(name, version)
     headers = request.headers
     content_type = headers.get(hdrs.CONTENT_TYPE)
+    wanted = headers.get(hdrs.ACCEPT)
+    makes_text = is_text(model, wanted)
     body = await door.read(request)
     try:
+        if makes_text:
+            return await raw_text(door, request, model, version, body)
         parts, rows, lead = _decode(door, model, body, content_type)
         call = Call(
             name,
@@ -70,12 +76,12 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
         outcome = await door.infer(call)
     finally:
         body.release()
-    answer = raw_codec.encode(outcome.answer.parts, headers.get(hdrs.ACCEPT), lead=lead)
+    answer = raw_codec.encode(outcome.answer.parts, wanted, lead=lead)
     told = outcome.headers()
     told["Content-Type"] = answer.content_type
     if answer.varies:
         told["Vary"] = "Accept"
-    return web.Response(body=answer.body, headers=told)
+    return await respond(door, request, told, answer.body)
 
 
 def _decode(
@@ -85,6 +91,9 @@ def _decode(
     server = door.config.server
     if raw_codec.media_type(content_type) == raw_codec.MULTIPART:
         assert content_type is not None
+        fields = split(body, content_type)
+        for field in fields:
+            images.check(body.data[field.start : field.end], server.pixels, field.name)
         parts = tuple(
             raw_codec.field(
                 field.name,
@@ -92,7 +101,7 @@ def _decode(
                 field.content_type,
                 field.filename,
             )
-            for field in split(body, content_type)
+            for field in fields
         )
         return parts, 1, False
     found = raw_codec.decode(

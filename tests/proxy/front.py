@@ -42,7 +42,7 @@ def identity(datatype: str) -> dict[str, Any]:
 
 #: name -> fields of its ModelInfo. "m" declares nothing: it takes whatever comes.
 MODELS: dict[str, dict[str, Any]] = {
-    "m": {"methods": ("predict",), "max_rows": 64},
+    "m": {"methods": ("predict", "generate", "chat", "embed"), "max_rows": 64},
     "text": {"methods": ("generate", "chat", "embed")},
     **{f"identity_{d.lower()}": identity(d) for d in DATATYPES},
 }
@@ -168,7 +168,12 @@ async def front(
             asyncio.get_running_loop().call_soon(later)
 
     world = World(folder)
-    options: dict[str, Any] = {"arena": 8 * 2**20, "body_timeout": 2.0, "body_limit": 2**20}
+    options: dict[str, Any] = {
+        "default_model": "m",
+        "arena": 8 * 2**20,
+        "body_timeout": 2.0,
+        "body_limit": 2**20,
+    }
     world.open(Config(server=ServerConfig(**{**options, **server})))
     for name, fields in (MODELS if models is None else models).items():
         world.model(name, **fields)
