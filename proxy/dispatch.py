@@ -14,19 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from gpusup.conf.schema import Config
-from gpusup.supervisor.wire import (
-    Band,
-    DeviceInfo,
-    DeviceUpdate,
-    FromProxy,
-    ModelInfo,
-    Shed,
-    Snapshot,
-    WantModel,
-)
+from gpusup.supervisor.wire import Band, DeviceUpdate, FromProxy, ModelInfo, Snapshot, WantModel
 from gpusup.worker import wire
 
-from .admission import BandChange, Bands, Costs, Ledger
 from .arena import Arena
 from .counts import Counts
 from .door import Call, Outcome
@@ -34,56 +24,18 @@ from .errors import (
     DeadlineExceeded,
     Draining,
     InputRefused,
-    InputTooLarge,
     ModelNotFound,
     NoWorker,
     ProxyError,
     QueueFull,
-    ShedLoad,
     WorkerLost,
 )
-from .queue import Deadlines, Queue, rank
+from .lanes import Lane, Served, hopeless
+from .memory import Memory
+from .queue import Deadlines, rank
 from .refusals import refusal
-from .routes import bind_version, candidates, choose
+from .routes import bind_version, choose
 from .workers import STREAM_CREDIT, Entry, Worker, Workers
-
-#: At least this many may wait for busy workers in the normal band.
-_WAITING_LEAST = 256
-#: Turns of all workers that may wait in the normal band.
-_WAITING_TURNS = 8
-#: Records of shedding asked of the supervisor, per device and second; all are counted.
-_SHEDS_TOLD = 20
-
-
-class Served:
-    """A model, and what this proxy knows of its traffic."""
-
-    def __init__(self, info: ModelInfo, starvation_s: float) -> None:
-        self.info = info
-        self.costs = Costs(info.peaks)
-        self.starvation_s = starvation_s
-        self.waiting = 0
-        self.done = 0
-        self.rate = 0.0  # answers a second, smoothed
-        self.degraded: dict[str, int] = {}  # step -> in flight
-        self.wanted_at = 0.0
-
-    def update(self, info: ModelInfo) -> None:
-        if info.peaks != self.info.peaks:
-            self.costs = Costs(info.peaks)
-        self.info = info
-
-
-class Lane:
-    """The waiting requests of a model that may go to the same workers."""
-
-    def __init__(self, served: Served, version: str) -> None:
-        self.served = served
-        self.version = version
-        self.queue: Queue[Entry] = Queue(served.starvation_s)
-        self.workers: list[Worker] = []
-        self.fallback: list[Worker] = []
-        self.present = False  # some worker could take work soon, if not now
 
 
 class Dispatcher:
@@ -102,8 +54,7 @@ class Dispatcher:
         self._counts = counts
         self._tell = tell
         self._rng = rng
-        self._ledger = Ledger()
-        self._bands = Bands(config.watermark, self._ledger, name)
+        self._memory = Memory(config.watermark, name, counts, tell, lambda: self.in_flight)
         self._workers = Workers(name, arena, self, tell)
         self._served: dict[str, Served] = {}
         self._lanes: dict[tuple[str, str], Lane] = {}
@@ -112,8 +63,6 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._woken = False
-        self._calm = True  # no device is in a band that asks for care
-        self._sheds_told: dict[str, tuple[int, int]] = {}
         self._poisoned: frozenset[str] = frozenset()
         self.models: dict[str, ModelInfo] = {}
         self.used: set[str] = set()
@@ -138,9 +87,9 @@ class Dispatcher:
                 served.update(info)
         self._workers.proxies = max(1, snapshot.proxies)
         self._workers.update(snapshot.routes)
-        self._on_devices(snapshot.devices)
+        self._memory.on_devices(snapshot.devices)
         for key, lane in list(self._lanes.items()):
-            self._refresh(lane)
+            lane.refresh(self._workers.all())
             self._strand(lane)
             if not lane.queue and (key[0] not in self.models or key[1] not in self._bound(key[0])):
                 del self._lanes[key]
@@ -150,26 +99,8 @@ class Dispatcher:
         self.room()
 
     def on_devices(self, update: DeviceUpdate) -> None:
-        self._on_devices(update.devices)
+        self._memory.on_devices(update.devices)
         self.room()
-
-    def _on_devices(self, devices: Sequence[DeviceInfo]) -> None:
-        self._tell_changes(self._bands.update(devices))
-
-    def _tell_changes(self, changes: list[BandChange]) -> None:
-        self._calm = all(band in ("normal", "unknown") for band in self._bands.bands.values())
-        for change in changes:
-            self._tell(
-                Shed(
-                    device=change.device,
-                    before=change.before,
-                    after=change.after,
-                    watermark=change.watermark,
-                    projected=change.projected,
-                    leased=self._ledger.leased(change.device),
-                    in_flight=self.in_flight,
-                )
-            )
 
     def knows_version(self, model: ModelInfo, version: str) -> bool:
         return version in self._bound(model.name)
@@ -188,18 +119,8 @@ class Dispatcher:
         lane = self._lanes.get((name, version))
         if lane is None:
             lane = self._lanes[name, version] = Lane(self._served[name], version)
-            self._refresh(lane)
+            lane.refresh(self._workers.all())
         return lane
-
-    def _refresh(self, lane: Lane) -> None:
-        info = lane.served.info
-        mine = [w for w in self._workers.all() if w.route.model == info.name]
-        lane.workers = candidates(mine, info, lane.version)
-        lane.fallback = [w for w in mine if w.open and w.fallback]
-        lane.present = bool(lane.workers) or any(
-            w.route.state == "suspect" and not w.fallback and lane.version in ("", w.route.version)
-            for w in mine
-        )
 
     def _strand(self, lane: Lane) -> None:
         """Those who wait where no worker is: rebind, hold, or answer them."""
@@ -209,17 +130,16 @@ class Dispatcher:
             return
         info = lane.served.info
         removed = info.name not in self.models
-        hopeless = removed or info.state == "failed"
-        hopeless |= info.state == "unloaded" and not info.on_demand
+        given_up = removed or hopeless(info)
         now = time.monotonic()
         for entry in list(lane.queue):
             if lane.version and entry.call.version is None and not removed:
                 self._unqueue(lane, entry)  # bound by the canary, which is gone
                 entry.version = ""
                 self._queue(self._lane(info.name, ""), entry)
-            elif hopeless and not info.holding:
+            elif given_up:
                 self._unqueue(lane, entry)
-                self._fail(entry, self._no_worker(info))
+                self._fail(entry, lane.served.no_worker(self._rng))
             elif not entry.held_until and not info.on_demand:
                 self._hold(entry, now + info.hold_s)
 
@@ -231,8 +151,10 @@ class Dispatcher:
         if served is None or call.model not in self.models:
             raise ModelNotFound(f"unknown model {call.model!r}")
         info = served.info
+        if call.version is not None and not self.knows_version(info, call.version):
+            raise ModelNotFound(f"model {call.model!r} has no version {call.version!r}")
         if self.snapshot.draining:
-            raise Draining("the server is draining", retry_after_s=self._soon(served))
+            raise Draining("the server is draining", retry_after_s=served.soon(self._rng))
         if self._poisoned and call.input_hash(self._arena.memory) in self._poisoned:
             self._counts.add("gpusup_refused_total", ("poisoned",))
             raise InputRefused("this input was running when two workers died; it is not run again")
@@ -253,22 +175,18 @@ class Dispatcher:
             entry.future = asyncio.get_running_loop().create_future()
         if not lane.present:
             self._admit_held(lane, entry, now)
-        elif (cost or not self._calm) and (step := self._judge(lane, entry)) is not None:
+        elif (cost or not self._memory.calm) and (step := self._judge(lane, entry)) is not None:
             self._send_degraded(lane, entry, step, now)
             return entry
-        elif self._is_full(lane, self._most_waiting(lane)):
+        elif self._is_full(lane, lane.most_waiting()):
             raise QueueFull(
                 f"{served.waiting} requests wait for {call.model!r} already",
-                retry_after_s=self._soon(served),
+                retry_after_s=served.soon(self._rng),
             )
         self._queue(lane, entry)
         entry.timer = self._deadlines.add(entry, min(entry.deadline, entry.held_until or 1e300))
         self._arm()
         return entry
-
-    def _most_waiting(self, lane: Lane) -> int:
-        turns = _WAITING_TURNS * sum(w.capacity for w in lane.workers)
-        return max(_WAITING_LEAST, lane.served.info.hold_requests, turns)
 
     def _is_full(self, lane: Lane, most: int) -> bool:
         """Those who came in this very turn of the loop and can go at once do not count."""
@@ -281,12 +199,12 @@ class Dispatcher:
         info = served.info
         on_demand = info.on_demand and info.state in ("unloaded", "loading")
         if not (info.holding or on_demand):
-            raise self._no_worker(info)
+            raise served.no_worker(self._rng)
         if served.waiting >= info.hold_requests:
             raise NoWorker(
                 f"no worker is ready for model {info.name!r} and {served.waiting} requests wait "
                 "for one already",
-                retry_after_s=self._soon(served),
+                retry_after_s=served.soon(self._rng),
             )
         if on_demand:
             if info.state == "unloaded" and now - served.wanted_at > 1.0:
@@ -294,13 +212,6 @@ class Dispatcher:
                 self._tell(WantModel(info.name))
         else:
             entry.held_until = now + info.hold_s
-
-    def _no_worker(self, info: ModelInfo) -> NoWorker:
-        why = f": {info.reason}" if info.reason else ""
-        return NoWorker(
-            f"no worker is ready for model {info.name!r}{why}",
-            retry_after_s=self._soon(self._served.get(info.name)),
-        )
 
     def _cost(self, served: Served, call: Call) -> int:
         costs = served.costs
@@ -317,114 +228,43 @@ class Dispatcher:
         devices = {w.route.device for w in lane.workers}
         if not devices:
             return None  # suspect workers only: wait for them
-        bands = {device: self._bands.judge(device, entry.cost) for device in devices}
-        found = set(bands.values())
-        if not found.isdisjoint(("normal", "unknown")):
+        band = self._memory.best(devices, entry.cost)
+        if band == "normal":
             return None
-        if "queue" in found:
-            bound = self._config.watermark.queue_per_slot * len(lane.workers)
-            if not self._is_full(lane, max(1, bound // self._workers.proxies)):
+        name = served.info.name
+        if band == "queue":
+            most = self._config.watermark.queue_per_slot * len(lane.workers)
+            if not self._is_full(lane, max(1, most // self._workers.proxies)):
                 return None
             raise QueueFull(
-                f"memory is short and {served.waiting} requests wait for {served.info.name!r}",
-                retry_after_s=self._soon(served),
-            )
-        if not any(self._bands.can_ever(device, entry.cost) for device in devices):
-            most = max(
-                d.free + d.reclaimable + d.dynamic
-                for name, d in self._bands.devices.items()
-                if name in devices
-            )
-            raise InputTooLarge(
-                f"the request needs about {entry.cost} bytes on the device, "
-                f"at most {most} can become free there"
+                f"memory is short and {served.waiting} requests wait for {name!r}",
+                retry_after_s=served.soon(self._rng),
             )
         now = time.monotonic()
         for step, limit in served.info.degrade:
-            if served.degraded.get(step, 0) < limit and self._degraded_worker(
-                lane, entry, step, now
+            if served.degraded.get(step, 0) < limit and self._choose(
+                lane.degraded(step), entry, None, now
             ):
                 return step
-        raise self._shed(lane, entry, sorted(devices))
-
-    def _degraded_worker(self, lane: Lane, entry: Entry, step: str, now: float) -> Worker | None:
-        if step == "cpu_fallback":
-            workers = lane.fallback
-        else:
-            workers = [w for w in lane.workers if step in w.route.degrade]
-        return choose(workers, entry.rows, now, band=None, headroom=self._headroom, rng=self._rng)
+        raise self._memory.shed(name, entry, sorted(devices), served.soon(self._rng))
 
     def _send_degraded(self, lane: Lane, entry: Entry, step: str, now: float) -> None:
         """At once or not at all: what is short now would not become less so by waiting."""
-        worker = self._degraded_worker(lane, entry, step, now)
+        worker = self._choose(lane.degraded(step), entry, None, now)
         assert worker is not None
         served = lane.served
         served.degraded[step] = served.degraded.get(step, 0) + 1
         entry.degrade = step
-        if worker.fallback:
-            entry.cost = 0  # measured on another kind of device
         entry.timer = self._deadlines.add(entry, entry.deadline)
         self._arm()
         self.in_flight += 1
-        if not self._take(worker, entry):
+        self._memory.tell_shed(served.info.name, entry, lane.workers[0].route.device)
+        # A fallback slot is another kind of device, for which nothing was measured.
+        if worker.fallback or not self._memory.take(worker, entry, served.costs.batch):
             entry.cost = 0
         self._counts.add("gpusup_degraded_total", (served.info.name, step))
-        self._tell_shed(lane, entry, lane.workers[0].route.device)
         self._workers.send(worker, entry, now)
         self.room()
-
-    def _shed(self, lane: Lane, entry: Entry, devices: list[str]) -> ShedLoad:
-        device = min(devices, key=lambda d: self._bands.projected(d, entry.cost))
-        info = self._bands.devices[device]
-        projected = self._bands.projected(device, entry.cost)
-        self._counts.add("gpusup_shed_total", (lane.served.info.name, device))
-        self._tell_shed(lane, entry, device)
-        self._tell_changes(self._bands.refresh())
-        return ShedLoad(
-            f"device {device} is at {projected:.1%} of {info.total} bytes with this request, "
-            f"the limit is {self._config.watermark.shed:.1%}",
-            retry_after_s=self._soon(lane.served),
-            extra={
-                "device": device,
-                "watermark": round(info.watermark, 4),
-                "projected": round(projected, 4),
-                "limit": self._config.watermark.shed,
-                "free_bytes": info.free,
-                "reclaimable_bytes": info.reclaimable,
-                "total_bytes": info.total,
-                "needed_bytes": entry.cost,
-            },
-        )
-
-    def _tell_shed(self, lane: Lane, entry: Entry, device: str) -> None:
-        second = int(entry.arrived)
-        at, told = self._sheds_told.get(device, (0, 0))
-        told = told + 1 if at == second else 1
-        self._sheds_told[device] = (second, told)
-        if told > _SHEDS_TOLD:
-            return
-        info = self._bands.devices[device]
-        self._tell(
-            Shed(
-                device=device,
-                before=self._bands.bands.get(device, "normal"),
-                after=self._bands.judge(device, entry.cost),
-                watermark=info.watermark,
-                projected=self._bands.projected(device, entry.cost),
-                model=lane.served.info.name,
-                request_id=entry.call.request_id,
-                cost=entry.cost,
-                leased=self._ledger.leased(device),
-                in_flight=self.in_flight,
-            )
-        )
-
-    def _soon(self, served: Served | None) -> int:
-        """Retry-After: when the line should be gone at the present rate, and some jitter."""
-        if served is None:
-            return 1
-        wait = (served.waiting + 1) / served.rate if served.rate > 0 else 1.0
-        return max(1, round(min(wait, 30.0) * self._rng.uniform(1.0, 1.5)))
 
     # -- queues --------------------------------------------------------------------------------
 
@@ -462,36 +302,28 @@ class Dispatcher:
         while (entry := queue.head(now)) is not None:
             workers = lane.workers
             band: Callable[[Worker], Band] | None = None
-            if entry.degrade == "cpu_fallback":
-                workers = lane.fallback
-            elif not entry.degrade and (entry.cost or not self._calm):
-                band = partial(self._band, entry.cost)
-            worker = choose(
-                workers, entry.rows, now, band=band, headroom=self._headroom, rng=self._rng
-            )
-            if worker is None or not self._take(worker, entry):
+            if entry.degrade:
+                workers = lane.degraded(entry.degrade)
+            elif entry.cost or not self._memory.calm:
+                band = partial(self._memory.band, entry.cost)
+            worker = self._choose(workers, entry, band, now)
+            if worker is None:
+                return
+            if not self._memory.take(worker, entry, lane.served.costs.batch):
                 return
             queue.take(entry)
             lane.served.waiting -= 1
             self._workers.send(worker, entry, now)
 
-    def _band(self, cost: int, worker: Worker) -> Band:
-        return self._bands.judge(worker.route.device, cost)
-
-    def _headroom(self, worker: Worker) -> float:
-        return self._bands.headroom(worker.route.device)
-
-    def _take(self, worker: Worker, entry: Entry) -> bool:
-        if not entry.cost:
-            return True
-        device = worker.route.device
-        info = self._bands.devices.get(device)
-        return self._ledger.take(
-            device,
-            worker.key,
-            entry.cost,
-            cap=self._served[entry.call.model].costs.batch,
-            total=info.total if info is not None and info.known else 0,
+    def _choose(
+        self,
+        workers: Sequence[Worker],
+        entry: Entry,
+        band: Callable[[Worker], Band] | None,
+        now: float,
+    ) -> Worker | None:
+        return choose(
+            workers, entry.rows, now, band=band, headroom=self._memory.headroom, rng=self._rng
         )
 
     # -- times ---------------------------------------------------------------------------------
@@ -522,7 +354,7 @@ class Dispatcher:
                 lane = self._lanes.get((entry.call.model, entry.version))
                 if entry.waiting and lane is not None and entry.held_until and not lane.present:
                     self._unqueue(lane, entry)
-                    self._fail(entry, self._no_worker(lane.served.info))
+                    self._fail(entry, lane.served.no_worker(self._rng))
                 else:
                     entry.timer = self._deadlines.add(entry, entry.deadline)
             else:
@@ -556,8 +388,7 @@ class Dispatcher:
 
     def settled(self, entry: Entry, worker: Worker) -> None:
         self.in_flight -= 1
-        if entry.cost:
-            self._ledger.give(worker.route.device, worker.key, entry.cost)
+        self._memory.give(worker, entry)
 
     def answered(self, entry: Entry, worker: Worker, answer: wire.Answer) -> None:
         if not answer.more:
@@ -605,14 +436,12 @@ class Dispatcher:
         )
 
     def _undegrade(self, entry: Entry) -> None:
-        served = self._served.get(entry.call.model)
-        if entry.degrade and served is not None and served.degraded.get(entry.degrade, 0) > 0:
-            served.degraded[entry.degrade] -= 1
+        if entry.degrade and (served := self._served.get(entry.call.model)) is not None:
+            served.undegrade(entry)
 
     # -- who waits -----------------------------------------------------------------------------
 
     async def infer(self, call: Call) -> Outcome:
-        counts = self._counts
         begun = time.monotonic()
         try:
             entry = self._admit(call)
@@ -623,27 +452,24 @@ class Dispatcher:
                 self._left(entry)
                 raise
             if answer.status != "ok":
-                raise refusal(answer, self._soon(self._served.get(call.model)))
+                raise refusal(answer, self._soon(call.model))
         except ProxyError as error:
-            counts.add("gpusup_requests_total", (call.model, error.code))
+            self._count_failure(call, error, begun)
             raise
         now = time.monotonic()
-        model = call.model
         queue_s = entry.sent_at - begun
-        counts.add("gpusup_requests_total", (model, "ok"))
-        labels = (model,)
-        counts.observe("gpusup_request_seconds", labels, now - (call.received or begun))
-        counts.observe("gpusup_queue_seconds", labels, queue_s)
-        counts.observe("gpusup_batch_wait_seconds", labels, answer.queue_s)
-        counts.observe("gpusup_compute_seconds", labels, answer.compute_s)
-        counts.observe("gpusup_batch_rows", labels, answer.batch_rows)
-        counts.add("gpusup_rows_total", (model, call.served_version), entry.rows)
-        counts.answered(model, now, now - begun)
+        self._counts.done(
+            call.model,
+            call.served_version,
+            entry.rows,
+            queue_s,
+            now - (call.received or begun),
+            answer,
+        )
         return Outcome(answer, call.served_version, call.served_slot, queue_s, now - begun)
 
     async def stream(self, call: Call) -> AsyncGenerator[wire.Answer, None]:
         begun = time.monotonic()
-        code = "cancelled"
         entry: Entry | None = None
         try:
             entry = self._admit(call, stream=True)
@@ -654,9 +480,13 @@ class Dispatcher:
                 if isinstance(event, ProxyError):
                     raise event
                 if event.status != "ok":
-                    raise refusal(event, self._soon(self._served.get(call.model)))
+                    raise refusal(event, self._soon(call.model))
                 if not event.more:
-                    code = "ok"
+                    total_s = time.monotonic() - (call.received or begun)
+                    queue_s = entry.sent_at - begun
+                    self._counts.done(
+                        call.model, call.served_version, entry.rows, queue_s, total_s, event
+                    )
                 yield event
                 if not event.more:
                     return
@@ -664,16 +494,18 @@ class Dispatcher:
                 if taken % (STREAM_CREDIT // 2) == 0:
                     self._workers.credit(entry, STREAM_CREDIT // 2)
         except ProxyError as error:
-            code = error.code
+            self._count_failure(call, error, begun)
             raise
         finally:
-            self._counts.add("gpusup_requests_total", (call.model, code))
-            if code == "ok":
-                self._counts.observe(
-                    "gpusup_request_seconds", (call.model,), time.monotonic() - begun
-                )
-            elif entry is not None and not entry.over:
+            if entry is not None and not entry.over:
                 self._left(entry)
+
+    def _count_failure(self, call: Call, error: ProxyError, begun: float) -> None:
+        """An unknown model's name is the client's word and no label."""
+        if call.model in self.models:
+            version = call.served_version or call.version or self.models[call.model].version
+            seconds = time.monotonic() - (call.received or begun)
+            self._counts.failed(call.model, version, error.code, seconds)
 
     def _left(self, entry: Entry) -> None:
         """Its client is gone. What a worker has of it stays leased until that is through."""
@@ -697,9 +529,11 @@ class Dispatcher:
     def tick(self, seconds: float) -> None:
         """Now and then: the rates behind Retry-After."""
         for served in self._served.values():
-            share = min(1.0, seconds)
-            served.rate += share * (served.done / seconds - served.rate)
-            served.done = 0
+            served.tick(seconds)
+
+    def _soon(self, model: str) -> int:
+        served = self._served.get(model)
+        return served.soon(self._rng) if served is not None else 1
 
     def queued(self) -> dict[str, int]:
         return {name: served.waiting for name, served in self._served.items() if served.waiting}
@@ -708,10 +542,10 @@ class Dispatcher:
         return self._workers.in_flight()
 
     def leased(self) -> dict[str, int]:
-        return self._ledger.all()
+        return self._memory.leased()
 
     def bands(self) -> dict[str, Band]:
-        return dict(self._bands.bands)
+        return self._memory.bands()
 
     async def close(self) -> None:
         if self._timer is not None:

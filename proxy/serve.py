@@ -179,7 +179,7 @@ class Process:
         dispatcher = door.dispatcher
         now = time.monotonic()
         counted = door.counts.changed()
-        counters, histograms = door.counts.drain()
+        counters, histograms, stats = door.counts.drain(now, time.time())
         gauges = wire.ProxyReport(
             queued=dispatcher.queued(),
             in_flight=dispatcher.flights(),
@@ -197,6 +197,7 @@ class Process:
             wire.ProxyReport(
                 counters=counters,
                 histograms=histograms,
+                stats=stats,
                 queued=gauges.queued,
                 in_flight=gauges.in_flight,
                 leased=gauges.leased,

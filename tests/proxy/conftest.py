@@ -52,7 +52,7 @@ class World:
 
     def open(self, config: Config, seed: int = 1) -> None:
         link = Link(lambda message: None, lambda: None)
-        link.send = self.told.append  # type: ignore[method-assign]
+        link.send = self.told.append  # type: ignore[method-assign, assignment]
         self.door = make_door(config, "proxy0", link, random.Random(seed))
 
     async def worker(self, **fields: Any) -> FakeWorker:
