@@ -88,6 +88,9 @@ class Server:
             self.stop()
             raise
         self.start_s = time.perf_counter() - began
+        for process in self.tree():  # those that lead a session of their own inherited too little
+            with contextlib.suppress(OSError):
+                give_priority(process.pid, self.nice)
         return self
 
     def __exit__(
