@@ -249,6 +249,7 @@ class IdleWatch:
 
     def __init__(self) -> None:
         self._readings: list[int] = []
+        self._at = -1.0
 
     def note(self, sample: DeviceSample, our_workers: int) -> int | None:
         """Bytes in use without any process, once that is certain; else None.
@@ -258,6 +259,9 @@ class IdleWatch:
         if sample.lost or not plausible(sample.total, sample.free) or our_workers:
             self._readings.clear()
             return None
+        if sample.at == self._at:
+            return None  # seen already; it can't agree with itself
+        self._at = sample.at
         sizes = [process.used for process in sample.processes or ()]
         if any(size is None for size in sizes):
             self._readings.clear()
@@ -282,7 +286,7 @@ class Baselines:
         self._totals: dict[str, int] = {}
 
     def note(self, sample: DeviceSample, our_workers: int) -> None:
-        """Call for every sample; `our_workers` as in IdleWatch.note."""
+        """Call for every sample, or often with the latest; `our_workers` as in IdleWatch.note."""
         idle = self._watches.setdefault(sample.name, IdleWatch()).note(sample, our_workers)
         if idle is not None:
             self._lowest[sample.name] = min(idle, self._lowest.get(sample.name, idle))

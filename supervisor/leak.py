@@ -62,26 +62,49 @@ class Leak:
 
 
 class LeakWatch:
-    """One worker. Time is counted in requests, so a quiet night proves nothing either way."""
+    """One worker, from its start. Counted in requests: a quiet night proves nothing either way.
 
-    def __init__(self, slope_limit: int, *, stretch: int = 50, window: int = 40) -> None:
-        """`slope_limit`: bytes per thousand requests. `stretch`: requests to one point."""
+    When the points are full, neighbours are merged and stretches become twice as long, so that the
+    whole life is always covered and a busy minute can't stand for it.
+    """
+
+    def __init__(
+        self, slope_limit: int, *, stretch: int = 50, window: int = 40, least_s: float = 60.0
+    ) -> None:
+        """`slope_limit`: bytes per thousand requests. `stretch`: requests to one point at first.
+        `least_s`: no verdict on less than this (graphs are captured, caches filled)."""
         self.slope_limit = slope_limit
         self.stretch = stretch
-        self._lows: deque[tuple[float, float]] = deque(maxlen=window)
+        self._window = window
+        self._least_s = least_s
+        self._lows: list[tuple[float, float]] = []
         self._bin = -1
         self._low = (0.0, math.inf)
+        self._began: float | None = None
+        self._now = 0.0
 
-    def note(self, requests: int, allocated: int) -> None:
-        """`requests`: served since the worker's start. `allocated`: bytes now."""
+    def note(self, requests: int, allocated: int, now: float) -> None:
+        """`requests`: served since the worker's start. `allocated`: bytes now. Best at rest, but
+        under load too: the lowest reading of a stretch is what counts."""
+        if self._began is None:
+            self._began = now
+        self._now = now
         position = requests // self.stretch
         if position != self._bin:
             if self._bin >= 0 and self._low[1] < math.inf:
                 self._lows.append(self._low)
+                if len(self._lows) >= self._window:
+                    self._merge()
+                    position = requests // self.stretch
             self._bin = position
             self._low = (float(requests), float(allocated))
         elif allocated < self._low[1]:
             self._low = (float(requests), float(allocated))
+
+    def _merge(self) -> None:
+        pairs = zip(self._lows[::2], self._lows[1::2], strict=False)
+        self._lows = [min(pair, key=lambda point: point[1]) for pair in pairs]
+        self.stretch *= 2
 
     def slope(self) -> Slope | None:
         """Bytes per request; None until there are enough points."""
@@ -93,6 +116,8 @@ class LeakWatch:
 
     def leak(self) -> Leak | None:
         """The alarm, or None."""
+        if self._began is None or self._now - self._began < self._least_s:
+            return None
         whole = self.slope()
         later = fit(list(self._lows)[len(self._lows) // 2 :])
         if whole is None or later is None:

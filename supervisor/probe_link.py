@@ -108,6 +108,7 @@ class ProbeLink:
         self._samples: dict[str, DeviceSample] = {}
         self._faults: dict[tuple[str, int], float] = {}
         self._troubled: dict[str, Verdict] = {}
+        self._held: list[Fault] = []
         self._first: asyncio.Future[tuple[DeviceSample, ...]] | None = None
         self._all_gone = asyncio.Event()
         self._all_gone.set()
@@ -131,7 +132,10 @@ class ProbeLink:
             self._launch()
 
     async def discover(self, limit_s: float = START_LIMIT_S) -> tuple[DeviceSample, ...]:
-        """The GPUs there are, once the first probe has said so; () without NVML or in that time."""
+        """The GPUs there are, once the first probe has said so; () without NVML or in that time.
+
+        Faults that are found meanwhile are told right after it: the caller then knows the devices.
+        """
         if self.state == "live":
             return tuple(self._samples.values())
         if self.state in ("absent", "blind"):
@@ -143,6 +147,7 @@ class ProbeLink:
             return ()
         finally:
             self._first = None
+            asyncio.get_running_loop().call_soon(self._tell_held)
 
     def latest(self, device: str) -> tuple[DeviceSample, float] | None:
         """The last reading of a device and its age in seconds; None if there never was one."""
@@ -296,6 +301,17 @@ class ProbeLink:
             case ProbeError(text=text):
                 self.reason = text
 
+    def _tell(self, fault: Fault) -> None:
+        if self._first is None:
+            self._on_fault(fault)
+        else:
+            self._held.append(fault)
+
+    def _tell_held(self) -> None:
+        held, self._held = self._held, []
+        for fault in held:
+            self._on_fault(fault)
+
     def _give_first(self, devices: tuple[DeviceSample, ...]) -> None:
         if self._first is not None and not self._first.done():
             self._first.set_result(devices)
@@ -316,7 +332,7 @@ class ProbeLink:
         self._troubled[sample.name] = verdict
         if verdict == "none":
             verdict, text = "back", "the driver reports the GPU as usable"
-        self._on_fault(Fault(device=sample.name, verdict=verdict, text=text, at=sample.at))
+        self._tell(Fault(device=sample.name, verdict=verdict, text=text, at=sample.at))
 
     def _event(self, event: GpuEvent) -> None:
         named = [
@@ -336,7 +352,7 @@ class ProbeLink:
                 continue
             judged = judge(xid=event.xid, action=None if sample is None else sample.recovery_action)
             text = f"{judged.text}; {event.text}" if event.text else judged.text
-            self._on_fault(
+            self._tell(
                 Fault(device=name, verdict=judged.verdict, text=text, at=event.at, xid=event.xid)
             )
 

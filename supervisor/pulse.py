@@ -14,7 +14,7 @@ from gpusup.worker import wire as worker_wire
 from gpusup.worker.wire import Memory
 
 from . import wire
-from .devices import CpuDevice, cpu_sample, device_info
+from .devices import Baselines, CpuDevice, cpu_sample, device_info
 from .events import DeviceSampled, ProgressSeen, Ticked
 from .life import ROUTED, State
 from .probe_wire import DeviceSample
@@ -45,6 +45,7 @@ class Pulse:
         self.samples = samples
         self.cpus = cpus
         self.infos: tuple[wire.DeviceInfo, ...] = ()
+        self.baselines = Baselines()
         self._leases = leases
         self._broadcast = broadcast
         self._after_turn = after_turn
@@ -116,27 +117,33 @@ class Pulse:
                 infos.append(_blank(name, device.place.uuid, device.total))
                 self.runtime.post(DeviceSampled(device=name, total=0, used=0, ours=0, known=False))
                 continue
-            ledger = fleet.books.ledger
+            budget = self.config.devices.memory.get(name, 0) if sample.kind == "cuda" else 0
+            if sample.kind == "cuda":
+                # A dead worker whose memory is not back is still one of ours here.
+                here = [x for x in fleet.lives() if x.device == name and x.state is not State.GONE]
+                self.baselines.note(sample, len(here))
+            # What the driver itself takes is no part of a budget.
+            baseline = 0 if budget else self.baselines.baseline(name) or 0
             info = device_info(
                 sample,
                 memories,
                 self._leases(name),
                 now,
                 stale_after=self.config.watermark.stale_after,
-                budget=self.config.devices.memory.get(name, 0) if sample.kind == "cuda" else 0,
-                baseline=ledger.baseline(name),
+                budget=budget,
+                baseline=baseline,
                 our_pids=[life.pid for life in fleet.lives() if life.pid],
             )
             infos.append(info)
             used = info.total - info.free
-            if sample.kind == "cuda" and not memories and info.known:
-                ledger.idle(name, used - info.foreign)
+            if baseline:
+                fleet.books.ledger.idle(name, baseline)
             self.runtime.post(
                 DeviceSampled(
                     device=name,
                     total=info.total,
                     used=used,
-                    ours=max(0, used - info.foreign - ledger.baseline(name)),
+                    ours=max(0, used - info.foreign - baseline),
                     known=info.known,
                 )
             )

@@ -62,7 +62,7 @@ class Reclaimer:
             kind=fleet.devices[device].place.kind,
             pid=pid,
             latest=box.probe.latest,
-            idle_at=ledger.idle_at(device),
+            idle_at=box.pulse.baselines.idle_at(device),
             others=others,
             ours=ours,
             limit_s=limit,

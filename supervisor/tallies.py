@@ -68,8 +68,7 @@ class Tallies:
             for old in [k for k in self._leaks if k[0] == life.slot and k[1] < life.generation]:
                 del self._leaks[old]
             watch = self._leaks[key] = LeakWatch(config.slope_limit)
-        if pong.load.running_rows == 0 and pong.load.queued_rows == 0:
-            watch.note(pong.counters.rows, pong.memory.allocated)
+        watch.note(pong.counters.rows, pong.memory.allocated, time.monotonic())
         leak = watch.leak()
         if leak is None or key in self._alarmed:
             return

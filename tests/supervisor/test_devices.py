@@ -156,21 +156,25 @@ def test_a_cpu_slot_is_a_device_of_its_own_limit() -> None:
 
 def test_the_idle_baseline_is_learned_only_while_nobody_of_ours_is_there() -> None:
     baselines = Baselines()
-    for _ in range(5):
-        baselines.note(sample(), 1)
+    for turn in range(5):
+        baselines.note(sample(at=float(turn)), 1)
     assert baselines.idle_at("gpu0") is None
-    for _ in range(3):
+    for _ in range(9):  # the same reading, over and over
         baselines.note(sample(free=23 * GIB), 0)
+    assert baselines.idle_at("gpu0") is None
+    for turn in range(3):
+        baselines.note(sample(at=float(turn), free=23 * GIB), 0)
     assert baselines.baseline("gpu0") == GIB
     assert baselines.idle_at("gpu0") == GIB + 2**28
 
 
 def test_a_stranger_that_starts_between_two_reads_does_not_spoil_the_baseline() -> None:
     baselines = Baselines()
-    baselines.note(sample(free=23 * GIB), 0)
-    baselines.note(sample(free=23 * GIB, processes=(ProcessUse(9, 5 * GIB),)), 0)
-    baselines.note(sample(free=18 * GIB, processes=(ProcessUse(9, 5 * GIB),)), 0)
+    stranger = (ProcessUse(9, 5 * GIB),)
+    baselines.note(sample(at=1.0, free=23 * GIB), 0)
+    baselines.note(sample(at=2.0, free=23 * GIB, processes=stranger), 0)
+    baselines.note(sample(at=3.0, free=18 * GIB, processes=stranger), 0)
     assert baselines.baseline("gpu0") is None
-    for _ in range(2):
-        baselines.note(sample(free=18 * GIB, processes=(ProcessUse(9, 5 * GIB),)), 0)
+    for turn in (4.0, 5.0):
+        baselines.note(sample(at=turn, free=18 * GIB, processes=stranger), 0)
     assert baselines.baseline("gpu0") == GIB

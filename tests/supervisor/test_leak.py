@@ -9,8 +9,8 @@ MIB = 2**20
 
 def watched(curve: list[tuple[int, int]], limit: int = MIB) -> LeakWatch:
     watch = LeakWatch(limit)
-    for requests, allocated in curve:
-        watch.note(requests, allocated)
+    for second, (requests, allocated) in enumerate(curve):
+        watch.note(requests, allocated, float(second))
     return watch
 
 
@@ -61,7 +61,7 @@ def test_nothing_is_said_before_there_is_enough_to_say_it_from() -> None:
 def test_a_quiet_night_proves_nothing() -> None:
     watch = LeakWatch(MIB)
     for minute in range(1000):
-        watch.note(5, minute * MIB)
+        watch.note(5, minute * MIB, 60.0 * minute)
     assert watch.slope() is None
 
 
@@ -76,3 +76,20 @@ def test_memory_that_each_reload_leaves_behind_is_seen() -> None:
     for load in range(8):
         steady.note(500 * MIB + load % 2)
     assert steady.leak() is None
+
+
+def test_a_busy_first_minute_is_no_verdict_and_a_rise_of_load_is_no_leak() -> None:
+    watch = LeakWatch(MIB)
+    for quarter in range(200):  # 15,000 requests a second; the load rises for 10 s
+        watch.note(quarter * 3750, 500 * MIB + min(quarter, 40) * 50 * MIB, quarter / 4)
+        assert watch.leak() is None
+    for quarter in range(200, 2000):
+        watch.note(quarter * 3750, 2500 * MIB, quarter / 4)
+    assert watch.leak() is None
+
+
+def test_a_slow_leak_on_a_busy_box_is_seen_over_its_whole_life() -> None:
+    watch = LeakWatch(10_000)
+    for quarter in range(2000):
+        watch.note(quarter * 3750, 500 * MIB + quarter * 3750 * 20, quarter / 4)
+    assert watch.leak() is not None

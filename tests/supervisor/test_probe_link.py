@@ -187,6 +187,8 @@ async def test_a_fault_event_names_the_device_and_what_to_do(bench: Bench) -> No
 async def test_a_failed_row_remap_retires_the_board(bench: Bench) -> None:
     bench.world(gpu(0, remap_failed=True))
     await bench.link().discover()
+    assert bench.faults == []  # told after the caller has learned of the devices
+    await bench.until(lambda: bench.faults != [])
     assert [(f.device, f.verdict) for f in bench.faults] == [("gpu0", "retire")]
 
 
