@@ -152,6 +152,33 @@ class Tally:
     def value(self, name: str, labels: Labels = ()) -> float:
         return self.counters.get(name, {}).get(labels, 0.0)
 
+    def _from_metrics(self, model: str, version: str) -> _Stats:
+        """What the metrics know of a version whose proxies report no statistics of their own.
+
+        They time by model, so the times are given to the version in proportion to its rows.
+        """
+        rows = self.counters.get("gpusup_rows_total", {})
+        mine = rows.get((model, version), 0.0)
+        every = sum(n for labels, n in rows.items() if labels[0] == model)
+        stats = _Stats(rows=round(mine))
+        if not every:
+            return stats
+        share = mine / every
+        for duration, name in (
+            (stats.success, "gpusup_request_seconds"),
+            (stats.queue, "gpusup_queue_seconds"),
+            (stats.compute, "gpusup_compute_seconds"),
+        ):
+            histogram = self.histograms.get(name, {}).get((model,))
+            if histogram is not None:
+                duration.count = round(sum(histogram.counts) * share)
+                duration.seconds = histogram.sum * share
+        stats.decode.count = stats.encode.count = stats.success.count
+        outcomes = self.counters.get("gpusup_requests_total", {})
+        failed = sum(n for (m, code), n in outcomes.items() if m == model and code != "ok")
+        stats.fail.count = round(failed * share)
+        return stats
+
     def v2_stats(
         self, model: str, version: str, memory: Mapping[str, int] | None = None
     ) -> dict[str, Any]:
@@ -159,7 +186,7 @@ class Tally:
 
         `memory`: device name -> bytes that the model's workers hold there.
         """
-        stats = self._stats.get((model, version)) or _Stats()
+        stats = self._stats.get((model, version)) or self._from_metrics(model, version)
         nothing = {"count": 0, "ns": 0}
         return {
             "name": model,

@@ -95,3 +95,23 @@ def test_the_items_of_a_batch_add_up_to_one_batch_whichever_proxy_they_came_thro
     assert shown["batch_stats"][0]["compute_infer"] == {"count": 1, "ns": 100_000_000}
     assert shown["last_inference"] == 5000
     assert shown["memory_usage"] == [{"type": "GPU", "id": 1, "byte_size": 9}]
+
+
+def test_without_reported_statistics_the_metrics_serve() -> None:
+    tally = Tally()
+    tally.proxy_said(
+        "p",
+        ProxyReport(
+            counters=[
+                Sample("gpusup_rows_total", ("m", "1"), 30),
+                Sample("gpusup_rows_total", ("m", "2"), 10),
+                Sample("gpusup_requests_total", ("m", "ok"), 8),
+                Sample("gpusup_requests_total", ("m", "queue_full"), 4),
+            ],
+            histograms=[Observed("gpusup_compute_seconds", ("m",), (8, *[0] * 16), 0.4)],
+        ),
+    )
+    stats = tally.v2_stats("m", "1")
+    assert stats["inference_count"] == 30
+    assert stats["inference_stats"]["compute_infer"] == {"count": 6, "ns": 300_000_000}
+    assert stats["inference_stats"]["fail"]["count"] == 3
