@@ -1,4 +1,4 @@
-"""`gpusup init DIR`: a commented configuration, a handler, its test, and an image to try it with."""
+"""`gpusup init DIR`: a commented configuration, a handler, its test, and an image to try."""
 
 from __future__ import annotations
 
