@@ -59,10 +59,10 @@ def settings_of(config: Mapping[str, Any], model: Any) -> Settings:
     """What the file says; declared tensors fall back on the model's own."""
     get = config.get
     inputs = _tensors(get("inputs")) or tuple(model.inputs)
-    buckets: Any = get("buckets") or getattr(model, "buckets", ())
+    buckets = list(get("buckets") or getattr(model, "buckets", None) or ())
     if not buckets and len(inputs) == 1 and all(side >= 0 for side in inputs[0].shape):
         # The one shape there is needs no bucket in the file.
-        buckets = (inputs[0].shape,)
+        buckets = [inputs[0].shape]
     return Settings(
         max_rows=int(get("max_rows", 32)),
         wait=float(get("wait", 0.002)),

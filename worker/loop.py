@@ -1,0 +1,444 @@
+"""The loop that computes: forms batches, launches them, answers. One thread, the one that serves.
+
+Decoding and encoding run in a crew beside it; everything about the batcher and the device runs
+here. No exception ends the loop but a poisoned device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from . import wire
+from .answers import Answers, Whole
+from .batcher import DEFAULT_RANK, Batcher, Unit
+from .compute import Containment, Failure, Flight, Placed, failure_of, one_line
+from .crew import Crew
+from .desk import Desk
+from .entry import Entry
+from .intake import Intake
+from .outputs import Outputs
+from .pace import Pace
+from .pool import Key, TooLarge
+from .running import Running, Work
+from .startup import Loaded
+from .texts import Texts
+
+_log = logging.getLogger(__name__)
+
+#: An item may have at most so many batches' worth of rows.
+MOST_BATCHES: Final = 32
+#: Longest sleep of the loop; between sleeps it looks at what nobody rings for.
+_LONGEST_S: Final = 1.0
+#: A wait shorter than this is not worth a sleep.
+_SHORT_S: Final = 100e-6
+#: So long without work is a gap in which a graph may be captured.
+_GAP_S: Final = 0.03
+#: Without gaps, one graph is captured this often.
+_CAPTURE_EVERY_S: Final = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Launched:
+    key: Key
+    units: list[Unit]
+    rows: int
+    work: Work
+    flight: Flight
+    began: float
+
+
+@dataclass(slots=True)
+class Totals:
+    batches: int = 0
+    rows: int = 0
+    failures: int = 0
+    busy_s: float = 0.0
+
+
+class Bell:
+    """Wakes the loop from any thread; rung twice, it wakes once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        try:
+            self._lock.release()
+        except RuntimeError:
+            return  # it rings already
+
+    def wait(self, timeout: float) -> None:
+        self._lock.acquire(timeout=timeout)
+
+
+class Loop:
+    def __init__(
+        self, spec: wire.WorkerSpec, loaded: Loaded, desk: Desk, bell: Bell, running: Running
+    ) -> None:
+        settings = loaded.settings
+        self._spec = spec
+        self._loaded = loaded
+        self._model = loaded.model
+        self._device = loaded.device
+        self._runner = loaded.runner
+        self._desk = desk
+        self._bell = bell
+        self._running = running
+        self._budget = settings.budget
+        self.batcher = Batcher(
+            max_rows=settings.max_rows,
+            wait=settings.wait,
+            starvation=settings.starvation,
+            limit=self._runner.limit,
+        )
+        self._pace = Pace()
+        self.intake = Intake(loaded.model, settings)
+        self.containment = Containment(loaded.runner, loaded.device, limit_s=settings.budget / 2)
+        self._crew = Crew(settings.decode_threads, "crew")
+        self.texts = Texts(
+            loaded.model,
+            running,
+            budget=settings.budget,
+            answer=desk.answer,
+            poisoned=self.poisoned,
+        )
+        self._answers = Answers(
+            loaded.model, settings.outputs, self._crew, desk.answer, desk.answer_all
+        )
+        self.arenas: Any = None
+        if loaded.device.kind == "cuda":
+            from .cuda_runner import Arenas
+
+            self.arenas = Arenas()
+        self.totals = Totals()
+        self.poison = ""
+        self.stopping = False
+        self.leaving: set[int] = set()
+        self.when_empty: Callable[[], None] | None = None
+        self.chores: deque[Callable[[], None]] = deque()
+        self._decoded: deque[tuple[Entry, Failure | None]] = deque()
+        self._coming = 0
+        self._flights: deque[_Launched] = deque()
+        self._active = time.monotonic()
+        self._captured = self._active
+
+    def run(self) -> None:
+        """Until it is told to stop and everything is answered, or the device is poisoned."""
+        with torch.inference_mode():
+            while not self.poison and not (self.stopping and self._desk.empty()):
+                try:
+                    self._turn()
+                except Exception:
+                    _log.exception("the loop goes on after an error")
+        self._crew.stop()
+        self.texts.stop()
+        self._loaded.profile.save()
+
+    def poisoned(self, text: str) -> None:
+        """From any thread: the device answers no more, the loop ends."""
+        self.poison = self.poison or text
+        self._bell.ring()
+
+    def _turn(self) -> None:
+        while self.chores:
+            self.chores.popleft()()
+        while self._desk.inbox:
+            self._admit(self._desk.inbox.popleft())
+        while self._decoded:
+            entry, failure = self._decoded.popleft()
+            self._coming -= 1
+            self._enqueue(entry, failure)
+        now = time.monotonic()
+        if self._desk.cancels or now >= self.batcher.next_deadline():
+            self._desk.cancels = False
+            self._bury(self.batcher.sweep(now))
+            self.texts.sweep()
+        flights = self._flights
+        units: list[Unit] = []
+        if len(flights) < self._runner.depth:
+            idle = not flights or now >= self._pace.next_due
+            units = self.batcher.take(now, idle=idle, coming=self._coming)
+            self._bury(self.batcher.met())
+        if units:
+            self._launch(units, now)
+        if len(flights) >= self._runner.depth:
+            self._land(flights.popleft())
+        elif flights and not units:
+            self._between(now)
+        elif not units:
+            self._rest(now)
+        if self._runner.pending():
+            self._capture()
+
+    def _between(self, now: float) -> None:
+        """One batch computes and no second one is ripe: gather more for as long as the device has
+        something to do, but no longer."""
+        pause = min(self._pace.next_due, self.batcher.next_window()) - now
+        if pause > _SHORT_S and not self._flights[0].flight.done():
+            self._bell.wait(pause)
+        else:
+            self._land(self._flights.popleft())
+
+    def _rest(self, now: float) -> None:
+        """Nothing to compute: look after the rest, then sleep until the bell or the next term."""
+        self.texts.sweep()
+        if self.leaving:
+            self._let_go()
+        when_empty = self.when_empty
+        if when_empty is not None and self._desk.empty():
+            self.when_empty = None
+            when_empty()
+        canary_idle = self._spec.canary_idle or math.inf
+        if now - self._active >= canary_idle:
+            self._canary()
+        until = min(
+            self.batcher.next_deadline(), self.batcher.next_window(), self._active + canary_idle
+        )
+        wait = min(_LONGEST_S, max(0.0, until - time.monotonic()))
+        if self._runner.pending():
+            wait = min(wait, _GAP_S)
+        if wait:
+            self._bell.wait(wait)
+
+    def _capture(self) -> None:
+        """Graphs that are still wanted: one in each gap, and one now and then without a gap."""
+        now = time.monotonic()
+        gap = self._desk.empty() and now - self._active >= _GAP_S
+        if not gap and now - self._captured < _CAPTURE_EVERY_S:
+            return
+        while self._flights:
+            self._land(self._flights.popleft())
+        work = self._running.begin(self._budget, [])
+        try:
+            self._runner.idle_step()
+        except Exception as error:
+            self.poisoned(one_line(error))
+        finally:
+            self._running.end(work)
+            self._captured = time.monotonic()
+
+    def _let_go(self) -> None:
+        """Unregister arenas of connections that are gone and have nothing left here."""
+        gone = self.leaving - self._desk.connections()
+        self.leaving -= gone
+        if self.arenas is not None:
+            for connection in gone:
+                self.arenas.unregister(connection)
+            self.intake.registered(self.arenas.connections())
+
+    def _canary(self) -> None:
+        work = self._running.begin(self._spec.canary_limit, [])
+        try:
+            self._device.canary()
+            healthy = bool(self._model.is_healthy())
+            text = "" if healthy else "the model says that it is not healthy"
+        except Exception as error:
+            text = f"the canary failed: {one_line(error)}"
+        finally:
+            self._running.end(work)
+        self._active = time.monotonic()
+        if text:
+            self.poisoned(text)
+
+    # -- in -------------------------------------------------------------------------------------
+
+    def _admit(self, entry: Entry) -> None:
+        if entry.item.method != "predict":
+            self.texts.take(entry)
+            return
+        if self._dead(entry, time.monotonic()):
+            return
+        if self._crew.size and self.intake.needs_decode(entry.item):
+            self._coming += 1
+            self._crew.put(self._decode, entry)
+        else:
+            self._enqueue(entry, self._prepare(entry))
+
+    def _decode(self, entry: Entry) -> None:
+        """In the crew. Whatever happens, the loop hears of it: it counts what is coming."""
+        failure: Failure | None = Failure("failed", "not decoded")
+        try:
+            if entry.cancelled:
+                failure = None  # found again, and buried, by `_enqueue`
+            else:
+                with torch.inference_mode():
+                    failure = self._prepare(entry)
+        finally:
+            self._decoded.append((entry, failure))
+            self._bell.ring()
+
+    def _prepare(self, entry: Entry) -> Failure | None:
+        began = time.monotonic()
+        try:
+            self.intake.prepare(entry)
+        except TooLarge as error:
+            return Failure("too_large", str(error))
+        except Exception as error:
+            if isinstance(error, RecursionError):
+                return Failure("invalid", "the input is nested too deeply")
+            failure = failure_of(error)
+            return Failure("failed", failure.text) if failure.kind == "rows" else failure
+        finally:
+            entry.decode_s = time.monotonic() - began
+        return None
+
+    def _enqueue(self, entry: Entry, failure: Failure | None) -> None:
+        now = time.monotonic()
+        if self._dead(entry, now):
+            return
+        if failure is not None:
+            if failure.kind == "failed":
+                self.totals.failures += 1
+            self._answers.fail(entry, failure)
+            if failure.kind == "sticky":
+                self.poisoned(failure.text)
+            return
+        placed: Placed = entry.tensor
+        most = self.batcher.most_rows(entry.bucket)
+        if not placed.rows:
+            self._answers.empty(entry)
+        elif placed.rows <= most:
+            self._add(entry, 0, placed.rows)
+        elif placed.rows > (limit := self.batcher.max_rows * MOST_BATCHES):
+            text = f"{placed.rows} rows in one request, the limit is {limit}"
+            self._answers.fail(entry, Failure("invalid", text))
+        else:
+            entry.notes["whole"] = Whole(placed.rows)
+            for first in range(0, placed.rows, most):
+                self._add(entry, first, min(most, placed.rows - first))
+
+    def _add(self, entry: Entry, first: int, rows: int) -> None:
+        item = entry.item
+        self.batcher.add(
+            Unit(
+                entry,
+                entry.bucket,
+                rows,
+                entry.arrived,
+                item.deadline or math.inf,
+                item.priority if item.priority > 0 else DEFAULT_RANK,
+                first,
+                False,
+                entry.tensor,
+            )
+        )
+
+    def _dead(self, entry: Entry, now: float) -> bool:
+        """Answers an entry that must not start any more."""
+        if not entry.cancelled and not (entry.item.deadline and entry.item.deadline <= now):
+            return False
+        self._bury_entry(entry)
+        return True
+
+    def _bury(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            entry: Any = unit.what
+            self._bury_entry(entry)
+
+    def _bury_entry(self, entry: Entry) -> None:
+        whole: Whole | None = entry.notes.get("whole")
+        status: wire.Status = "cancelled" if entry.cancelled else "expired"
+        started = whole is not None and whole.begun
+        entry.cancelled = True  # its other portions
+        self._desk.cancels |= whole is not None
+        self._desk.answer(entry, wire.Answer(entry.item.id, status, started=started))
+
+    # -- compute --------------------------------------------------------------------------------
+
+    def _launch(self, units: list[Unit], now: float) -> None:
+        key: Any = units[0].key
+        rows = 0
+        pairs: list[tuple[int, int]] = []
+        names: list[str] = []
+        for unit in units:
+            entry: Any = unit.what
+            rows += unit.rows
+            pairs.append((entry.connection, entry.item.id))
+            names.append(entry.item.request_id)
+            if unit.rows != unit.notes.rows:
+                entry.notes["whole"].begun = True
+        work = self._running.begin(self._budget, pairs, names, rows)
+        failure: Failure | None = None
+        try:
+            flight = self._runner.launch(key, units, rows)
+        except Exception as error:
+            failure = failure_of(error)
+        else:
+            self._flights.append(_Launched(key, units, rows, work, flight, now))
+            self._pace.launched(key, rows, now)
+        if failure is not None:
+            # Those before it are answered first: they are not to be in the fence's way.
+            while self._flights:
+                self._land(self._flights.popleft())
+            self._contain(key, units, rows, work, now, failure)
+
+    def _land(self, launched: _Launched) -> None:
+        failure: Failure | None = None
+        outputs: Outputs | None = None
+        try:
+            outputs = launched.flight.result()
+        except Exception as error:
+            failure = failure_of(error)
+        if failure is not None:
+            launched.flight.release()
+            self._contain(
+                launched.key, launched.units, launched.rows, launched.work, launched.began, failure
+            )
+            return
+        assert outputs is not None
+        took = self._ended(launched.work, launched.rows, launched.began)
+        self._pace.landed(launched.key, launched.rows, took)
+        for other in self._flights:
+            self._running.again(other.work)  # it had to wait for this one
+        self._answers.deliver(
+            launched.units,
+            outputs,
+            launched.began,
+            self._active - launched.began,
+            launched.rows,
+            launched.flight.release,
+        )
+
+    def _contain(
+        self, key: Key, units: list[Unit], rows: int, work: Work, began: float, failure: Failure
+    ) -> None:
+        fatal = failure.text if failure.kind == "sticky" else ""
+        try:
+            pieces = self.containment.settle(key, units, failure, lambda: self._running.again(work))
+            for some, outcome in pieces:
+                took = time.monotonic() - began
+                if isinstance(outcome, Failure):
+                    self.totals.failures += len(some)
+                    if outcome.kind == "sticky":
+                        fatal = outcome.text
+                    for unit in some:
+                        entry: Any = unit.what
+                        self._answers.fail(entry, outcome, began, took, rows)
+                else:
+                    self._answers.deliver(some, outcome, began, took, rows, None)
+        finally:
+            self._ended(work, rows, began)
+        if fatal:
+            self.poisoned(fatal)
+
+    def _ended(self, work: Work, rows: int, began: float) -> float:
+        """How long the device had the batch to itself, seconds."""
+        previous = self._active
+        self._active = time.monotonic()
+        self._running.end(work)
+        took = self._active - max(began, previous)
+        totals = self.totals
+        totals.batches += 1
+        totals.rows += rows
+        totals.busy_s += took
+        return took
