@@ -358,7 +358,7 @@ class Proxies:
             proxy.leaving = row["leaving"]
             if row["address"]:
                 proxy.address = row["address"]
-            self.start()
+        self.start()
         serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
         if serving >= self.count:
             self._all_listening.set()
