@@ -88,6 +88,7 @@ _KINDS: dict[int, Trouble] = {
     16: "reset",
     18: "gone",  # library and kernel module differ: the driver was exchanged
     25: "unsupported",  # argument version mismatch: an older library
+    28: "lost",  # no such GPU any more
 }
 
 _XID_EVENT = 0x8
