@@ -88,7 +88,7 @@ async def test_a_killed_processes_memory_is_back_within_a_second(watch: Watch) -
     idle_at = watch.baselines.idle_at("gpu0")
     assert idle_at is not None
     watch.ours = 1
-    child = subprocess.Popen(
+    child = subprocess.Popen(  # noqa: ASYNC220 -- killed and collected by hand
         [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, start_new_session=True
     )
     assert child.stdout is not None
