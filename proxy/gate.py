@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from aiohttp import hdrs, web
@@ -58,7 +59,7 @@ def add_options(app: web.Application, cors: Cors) -> None:
         if not isinstance(resource, web.Resource):
             continue
         methods = sorted({route.method for route in resource} | {hdrs.METH_OPTIONS})
-        resource.add_route(hdrs.METH_OPTIONS, _Options(cors, ", ".join(methods)))
+        resource.add_route(hdrs.METH_OPTIONS, partial(_options, cors, ", ".join(methods)))
     if cors:
 
         async def dress(request: web.Request, response: web.StreamResponse) -> None:
@@ -70,10 +71,5 @@ def add_options(app: web.Application, cors: Cors) -> None:
         app.on_response_prepare.append(dress)
 
 
-class _Options:
-    def __init__(self, cors: Cors, allow: str) -> None:
-        self._cors = cors
-        self._allow = allow
-
-    async def __call__(self, request: web.Request) -> web.Response:
-        return web.Response(status=204, headers=self._cors.preflight(request.headers, self._allow))
+async def _options(cors: Cors, allow: str, request: web.Request) -> web.Response:
+    return web.Response(status=204, headers=cors.preflight(request.headers, allow))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from .door import REQUEST_ID, Call, Door
 from .generate_routes import is_text, raw_text
 from .http_rules import header_priority, read_timeout, trace_params
 from .multipart import split
-from .replies import respond
+from .replies import THREAD_FROM, respond
 
 _encode = msgspec.json.Encoder().encode
 _JSON = {"Content-Type": "application/json"}
@@ -59,7 +60,10 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
     try:
         if makes_text:
             return await raw_text(door, request, model, version, body)
-        parts, rows, lead = _decode(door, model, body, content_type)
+        if len(body) >= THREAD_FROM:
+            parts, rows, lead = await asyncio.to_thread(_decode, door, model, body, content_type)
+        else:
+            parts, rows, lead = _decode(door, model, body, content_type)
         call = Call(
             name,
             parts,
