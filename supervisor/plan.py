@@ -54,7 +54,7 @@ def _count(text: str) -> int:
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `plan` to the command line; its `run(arguments) -> exit code` is the default `run`."""
+    """Add `plan` to the command line; its `func(arguments)` returns the exit code."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="how many workers fit on a GPU, and why",
@@ -95,7 +95,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=2048, help="tokens in a sequence (2048)")
     parser.add_argument("--sequences", type=count, default=1, help="sequences at a time (1)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.set_defaults(run=run)
+    parser.set_defaults(func=run)
     return parser
 
 

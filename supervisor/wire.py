@@ -146,7 +146,7 @@ class Observed(Struct, frozen=True, array_like=True):
 
 
 class ModelStats(Struct, frozen=True, array_like=True):
-    """Increments of the v2 statistics of one model version. Times are seconds, summed over requests.
+    """Increments of the v2 statistics of one model version. Times: seconds, over all requests.
 
     `batches`: rows of the batch -> (share of that batch, its seconds on the device times that
     share). An item of 2 rows in a batch of 8 adds a quarter, so that the items of a batch add up

@@ -18,7 +18,7 @@ def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
     plan.add_parser(parser.add_subparsers())
     arguments = parser.parse_args(["plan", *words])
-    code: int = arguments.run(arguments)
+    code: int = arguments.func(arguments)
     return code
 
 
