@@ -20,6 +20,13 @@ from gpusup.worker.frame import HEADER, pack
 #: No message of a control conversation comes near it; a peer that announces more is broken.
 MAX_FRAME: Final = 32 * 1024 * 1024
 _READ: Final = 256 * 1024
+#: The reason given for a peer that is simply gone.
+ENDED: Final = "connection ended"
+
+
+def _why(error: OSError) -> str:
+    # A peer that is killed with words unread resets the connection: an end like any other.
+    return ENDED if isinstance(error, ConnectionError) else error.strerror or str(error)
 
 
 class Channel:
@@ -132,10 +139,10 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._fail(error.strerror or str(error))
+            self._fail(_why(error))
             return
         if not data:
-            self._fail("connection ended")
+            self._fail(ENDED)
             return
         self._in += data
         self._understand()
@@ -185,6 +192,6 @@ class Channel:
             # Not called back from inside send(): the caller may be half-way through its own change.
             self._loop.remove_writer(self.sock)
             self._out.clear()
-            self._loop.call_soon(self._fail, error.strerror or str(error))
+            self._loop.call_soon(self._fail, _why(error))
         else:
             self._loop.remove_writer(self.sock)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from . import wire
-from .channel import Channel
+from .channel import ENDED, Channel
 from .family import Family, Watch, clean_env
 from .launcher import memory_file
 from .wire import DeviceUpdate, FromProxy, Listening, Snapshot, StopProxy, ToProxy
@@ -320,7 +320,7 @@ class Proxies:
 
     def _cut_off(self, proxy: _Proxy, why: str) -> None:
         # Without its line it serves an old world: it ends by itself, or is ended.
-        if why != "connection ended":
+        if why != ENDED:
             self._on_note(f"{proxy.name}: {why}")
         self._loop.call_later(_AFTER_STOP_S, self._kill, proxy)
 

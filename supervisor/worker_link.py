@@ -16,7 +16,7 @@ from typing import Any, Final
 from gpusup.worker import wire
 from gpusup.worker.wire import FromWorkerControl, ToWorkerControl, WorkerHello
 
-from .channel import Channel
+from .channel import ENDED, Channel
 
 Key = tuple[str, int]
 OnMessage = Callable[[str, int, FromWorkerControl], None]
@@ -157,7 +157,7 @@ class WorkerLinks:
         self._strangers.discard(stranger)
         for key in [key for key, (other, _) in self._waiting.items() if other is stranger]:
             del self._waiting[key]
-        if why != "connection ended":
+        if why != ENDED:
             self._on_stranger(f"process {stranger.pid} on the workers' socket: {why}")
 
     def _introduced(self, stranger: _Stranger, body: bytes) -> None:
@@ -218,7 +218,7 @@ class WorkerLinks:
     def _ended(self, key: Key) -> Callable[[str], None]:
         def on_closed(why: str) -> None:
             self._links.pop(key, None)
-            if why != "connection ended":
+            if why != ENDED:
                 self._on_stranger(f"worker {key[0]} (generation {key[1]}): {why}")
             self._on_gone(*key)
 

@@ -22,7 +22,7 @@ import msgspec
 from gpusup.worker import wire
 from gpusup.worker.wire import Spawn, Spawned, SpawnRefused, WorkerSpec, ZygoteReady
 
-from .channel import Channel
+from .channel import ENDED, Channel
 from .family import MARKER, Family, OnExit, Watch, clean_env
 from .launcher import ExecLauncher, Logs, OnFailed, OnStarted, WorkerProcess
 from .output import OutputReader
@@ -228,7 +228,7 @@ class Zygote:
 
     def _ended(self, why: str) -> None:
         # Dying, or broken: without its socket it is of no use.
-        self._kill("" if why == "connection ended" else f"zygote {self.python}: {why}")
+        self._kill("" if why == ENDED else f"zygote {self.python}: {why}")
 
     def _kill(self, why: str) -> None:
         if why:
