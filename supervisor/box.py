@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -342,6 +344,11 @@ class Box:
 
     def was_host_oom(self, pid: int) -> bool:
         return self.host_oom.happened()
+
+    def tidy(self, slot: str, generation: int) -> None:
+        """A killed worker leaves its socket's file behind."""
+        with suppress(OSError):
+            os.unlink(view.data_path(str(self.listeners.run_dir), slot, generation))
 
     # -- what comes back --------------------------------------------------------------------------
 

@@ -63,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         listeners.close()
         return _refuse(f"cannot use state directory {state}: {error.strerror}")
+    # We hold the lock, so workers that these files belonged to are gone.
+    for stale in listeners.run_dir.glob("*.*.sock"):
+        stale.unlink(missing_ok=True)
     set_up(config.log, "supervisor")
     faulthandler.enable()
     # Everything made so far lives as long as the process: the collector need not look at it.

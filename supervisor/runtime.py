@@ -53,6 +53,7 @@ class Surroundings(Protocol):
     def reclaim(self, slot: str, generation: int, device: str, pid: int) -> None: ...
     def check(self, change: str, assignment: act.Assignment) -> None: ...
     def was_host_oom(self, pid: int) -> bool: ...
+    def tidy(self, slot: str, generation: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -228,6 +229,7 @@ class Runtime:
     def _forget(self, key: Key) -> None:
         self.links.forget(*key)
         self.workers.pop(key, None)
+        self.around.tidy(*key)
 
     # -- workers' words ---------------------------------------------------------------------------
 
