@@ -20,7 +20,7 @@ GPUSUP = "gpusup"
 MODEL = "bench"
 GPU_MODES = ("resnet50", "vit_b_16")
 #: gpusup's handler for each mode of apps/work.py.
-HANDLERS = {"noop": "Op", "torch": "Op", "length": "Length", "conv": "Conv"}
+HANDLERS = {"noop": "Op", "torch": "Faulty", "length": "Length", "conv": "Conv"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,30 @@ CODES = {"noop": 0, "slow": 1, "hang": 2, "hang-gil": 3}
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
+NOTHING = torch.zeros(1, dtype=torch.uint8)
+
+
 class Op(Model):
-    """JSON in, JSON out, as `work.op`."""
+    """The no-op: JSON in, JSON out, as `work.op`, and nothing on the device."""
+
+    decode_inline = True
+    capturable = False
+
+    def decode(self, request: Request) -> torch.Tensor:
+        return NOTHING
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch
+
+    def encode(self, row: torch.Tensor, request: Request) -> Any:
+        return {"ok": True, "n": len(request.json.get("pad", "")), "pid": os.getpid()}
+
+    def warm_up(self) -> tuple[torch.Tensor, ...]:
+        return (NOTHING,)
+
+
+class Faulty(Model):
+    """`Op` with the operations that are slow or never end; they happen in `forward`."""
 
     decode_inline = True
     capturable = False
