@@ -68,9 +68,7 @@ def settings_of(config: Mapping[str, Any], model: Any) -> Settings:
         wait=float(get("wait", 0.002)),
         starvation=float(get("starvation", 5.0)),
         budget=float(get("budget", 30.0)),
-        buckets=tuple(
-            tuple(map(int, b)) for b in (get("buckets") or getattr(model, "buckets", ()))
-        ),
+        buckets=tuple(tuple(map(int, bucket)) for bucket in buckets),
         fit=get("fit", "exact"),
         no_bucket=get("no_bucket", "eager"),
         graphs=bool(get("graphs", True)) and bool(getattr(model, "capturable", True)),
