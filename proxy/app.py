@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from gpusup.conf.log import event
 
@@ -121,6 +122,9 @@ def make_app(door: Door, rng: random.Random | None = None) -> web.Application:
     return app
 
 
+_CLIENTS_FAULT: Final = (BadHttpMessage, web.RequestPayloadError, ConnectionError)
+
+
 class Quiet(logging.Filter):
     """Broken clients are no errors of ours, and nobody may fill the disk by breaking things."""
 
@@ -132,11 +136,11 @@ class Quiet(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info is not None:
+            if isinstance(record.exc_info[1], _CLIENTS_FAULT):
+                return False
             record.msg = f"{record.getMessage()}: {record.exc_info[1]!r}"
             record.args = ()
             record.exc_info = None
-            if record.name == "gpusup.proxy.parser":
-                record.levelno, record.levelname = logging.DEBUG, "DEBUG"
         second = int(record.created)
         if second != self._second:
             self._second, self._said = second, 0

@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from aiohttp import web
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .link import Link
 
 #: Key of the request's id in `request[...]`, set before any handler runs.
-REQUEST_ID = "request_id"
+REQUEST_ID: Final = web.RequestKey("request_id", str)
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

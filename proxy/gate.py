@@ -15,7 +15,7 @@ from .security import Grant, KeyRing
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 #: Key of the Grant in `request[...]`, where keys are wanted at all.
-GRANT: Final = "grant"
+GRANT: Final = web.RequestKey("grant", Grant)
 
 #: Health is for balancers, which have no keys.
 OPEN: Final = frozenset(
