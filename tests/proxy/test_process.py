@@ -1,0 +1,141 @@
+"""The proxy as a process of its own, with this test as its supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from gpusup.conf.schema import Config, ServerConfig
+from gpusup.supervisor import wire as swire
+from gpusup.worker import wire
+from gpusup.worker.frame import FrameDecoder, pack
+
+from .conftest import until
+from .fake_worker import FakeWorker
+
+
+class Supervisor:
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.told: list[swire.FromProxy] = []
+        self.ended = False
+
+    def spawn(self, config: Config) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        fd = os.memfd_create("config")
+        os.write(fd, msgspec.msgpack.encode(msgspec.to_builtins(config)))
+        fds = self.listener.fileno(), theirs.fileno(), fd
+        command = [sys.executable, "-m", "gpusup.proxy"]
+        for name, number in zip(("--listen-fd", "--link-fd", "--config-fd"), fds, strict=True):
+            command += [name, str(number)]
+        self.process = subprocess.Popen([*command, "--name", "proxy0"], pass_fds=fds, cwd="/")
+        theirs.close()
+        os.close(fd)
+        return ours
+
+    async def start(self, config: Config) -> None:
+        ours = self.spawn(config)
+        self.reader, self.writer = await asyncio.open_connection(sock=ours)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        frames = FrameDecoder()
+        while data := await self.reader.read(65536):
+            self.told += map(swire.decode_from_proxy, frames.feed(data))
+        self.ended = True
+
+    def say(self, message: swire.ToProxy) -> None:
+        self.writer.write(pack(swire.encode(message)))
+
+    def heard(self, kind: type[swire.FromProxy]) -> list[swire.FromProxy]:
+        return [message for message in self.told if isinstance(message, kind)]
+
+    async def close(self) -> None:
+        self.writer.close()
+        self.process.kill()
+        self.process.wait()
+        self.listener.close()
+        await self.task
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor()
+    await supervisor.start(Config(server=ServerConfig(arena=2**20)))
+    yield supervisor
+    await supervisor.close()
+
+
+def snapshot(worker: FakeWorker) -> swire.Snapshot:
+    info = swire.ModelInfo(name="m", state="ready", reason="", version="1", versions=("1",))
+    return swire.Snapshot(
+        serial=1, routes=(worker.route(),), models=(info,), devices=(), ready=True, draining=False
+    )
+
+
+def title_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0")
+
+
+async def test_it_serves_reports_and_ends_when_told(supervisor: Supervisor, tmp_path: Path) -> None:
+    def answer(item: wire.Item) -> wire.Answer:
+        return wire.Answer(item.id, "ok", (wire.Part("o", b"1", content_type="application/json"),))
+
+    worker = FakeWorker(tmp_path, answer=answer)
+    await worker.start()
+    supervisor.say(snapshot(worker))
+    await until(lambda: supervisor.heard(swire.Listening), 20)
+    assert supervisor.told[:2] == [
+        swire.ProxyHello("proxy0", supervisor.process.pid),
+        swire.Listening(supervisor.url),
+    ]
+    assert title_of(supervisor.process.pid) == b"gpusup: proxy 0"
+    async with aiohttp.ClientSession(supervisor.url) as session:
+        for _ in range(3):
+            async with session.post("/predictions/m", data=b"x") as response:
+                assert (response.status, await response.read()) == (200, b"1")
+        asking = asyncio.create_task(session.get("/metrics").__aenter__())
+        await until(lambda: supervisor.heard(swire.Ask))
+        (ask,) = supervisor.heard(swire.Ask)
+        assert isinstance(ask, swire.Ask)
+        supervisor.say(swire.Reply(ask.id, 200, b"up 1\n", "text/plain"))
+        async with await asking as response:
+            assert await response.read() == b"up 1\n"
+
+        worker.answer = None
+        late = asyncio.create_task(session.post("/predictions/m", data=b"x").__aenter__())
+        await until(lambda: worker.items)
+        supervisor.say(swire.StopProxy(5.0))
+        await asyncio.sleep(0.05)
+        worker.reply(
+            worker.items[0], parts=(wire.Part("o", b"2", content_type="application/json"),)
+        )
+        async with await late as response:
+            assert (response.status, response.headers["Connection"]) == (200, "close")
+    await until(lambda: supervisor.ended)
+    assert supervisor.process.wait(5) == 0
+    answered = sum(
+        sample.value
+        for report in supervisor.heard(swire.ProxyReport)
+        if isinstance(report, swire.ProxyReport)
+        for sample in report.counters
+        if sample.name == "gpusup_requests_total"
+    )
+    assert answered == 4
+    await worker.close()
+
+
+async def test_it_ends_with_its_supervisor(supervisor: Supervisor) -> None:
+    await until(lambda: supervisor.heard(swire.Listening), 20)
+    supervisor.writer.close()
+    assert await asyncio.to_thread(supervisor.process.wait, 5) == 0
