@@ -209,7 +209,7 @@ def content(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
     given: dict[str, object] = getattr(record, "fields", {})
     for key, value in given.items():
         fields[key] = "<hidden>" if key.lower() in _HIDDEN else _short(value)
-    if record.name not in ("gpusup", "root"):
+    if record.name != "root" and record.name.partition(".")[0] != "gpusup":
         fields.setdefault("logger", record.name)
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:

@@ -34,6 +34,8 @@ from .steady import Digit, Load, Seen, Window, ask, held_out, window
 START_LIMIT_S: Final = 180.0
 STEP_LIMIT_S: Final = 120.0
 STOP_LIMIT_S: Final = 40.0
+#: Between two looks at the status: often enough to measure by, seldom enough not to be a load.
+POLL_S: Final = 0.015
 #: Load before and after each event, so that its window has something to compare with.
 CALM_S: Final = 0.5
 
@@ -188,7 +190,7 @@ class Service:
             if time.monotonic() > end:
                 told = "; ".join(f"{s['slot']}: {s['state']} {s['why']}" for s in status["slots"])
                 raise DemoFailed(f"{what} did not happen within {limit_s:g} s ({told})")
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(POLL_S)
 
     async def change(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         """Wait for a change to end. Raises DemoFailed unless it is done."""

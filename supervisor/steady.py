@@ -72,10 +72,10 @@ async def ask(session: aiohttp.ClientSession, url: str, digit: Digit) -> Seen:
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         problem = f"{type(error).__name__}: {error}"
         return Seen(began=began, ended=time.monotonic(), problem=problem)
-    return _judge(body, digit, began, ended, version)
+    return judge(body, digit, began, ended, version)
 
 
-def _judge(body: bytes, digit: Digit, began: float, ended: float, version: str) -> Seen:
+def judge(body: bytes, digit: Digit, began: float, ended: float, version: str) -> Seen:
     try:
         answer: Any = json.loads(body)
         guess, sure = int(answer["digit"]), float(answer["probability"])

@@ -57,7 +57,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--input", type=Path, help="the request's body; without it: load only")
     parser.add_argument("--content-type", help="media type of the input; default: by its name")
     parser.add_argument("--param", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--version", help="version to load; default: the configured one")
+    parser.add_argument(
+        "--version", dest="wanted", metavar="V", help="version to load; default: the configured one"
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="ask N times")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -75,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         names = ", ".join(sorted(config.models))
         return _refuse(f'{args.config} has no model "{args.model}"; there are: {names}', NOT_FOUND)
-    if args.version is not None and not (args.version.isascii() and args.version.isdigit()):
-        return _refuse(f'--version: expected digits, such as "1", got "{args.version}"', USAGE)
+    if args.wanted is not None and not (args.wanted.isascii() and args.wanted.isdigit()):
+        return _refuse(f'--version: expected digits, such as "1", got "{args.wanted}"', USAGE)
     if args.repeat < 1:
         return _refuse(f"--repeat: expected at least 1, got {args.repeat}", USAGE)
     params: dict[str, str] = {}
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         path=args.input,
         content_type=args.content_type,
         params=params,
-        version=args.version or model.version,
+        version=args.wanted or model.version,
         device=args.device,
         repeat=args.repeat,
         hear=None if args.json else _show,
