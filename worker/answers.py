@@ -23,6 +23,8 @@ from .outputs import Outputs, joined
 _INLINE_S: Final = 100e-6
 #: After so many batches that were handed over, it is tried again.
 _TRY_AGAIN: Final = 1000
+#: Outputs up to this are copied out of the slab before they are handed over.
+_COPY: Final = 8 * 2**20
 
 Pair = tuple[Entry, wire.Answer]
 
@@ -107,17 +109,21 @@ class Answers:
         release: Callable[[], None] | None,
     ) -> None:
         """Answer all units. `release` is called when nothing looks into `outputs` any more."""
-        batch = _Batch(self, outputs, began, took, batch_rows, release)
         first: Any = units[0].what
         if self._crew.size and self._encode_s >= _INLINE_S and first.request is not None:
             self._handed_over += 1
             if self._handed_over >= _TRY_AGAIN:
                 self._handed_over = 0
                 self._encode_s = 0.0
-            batch.hand_over(units, self._crew)
+            if release is not None and outputs.nbytes <= _COPY:
+                # A slow encode must not keep the slab from the batches after the next.
+                outputs = outputs.copied()
+                release()
+                release = None
+            _Batch(self, outputs, began, took, batch_rows, release).hand_over(units, self._crew)
         else:
             start = time.monotonic()
-            batch.run(units, 0)
+            _Batch(self, outputs, began, took, batch_rows, release).run(units, 0)
             spent = (time.monotonic() - start) / len(units)
             self._encode_s += 0.2 * (spent - self._encode_s)
 
@@ -214,9 +220,8 @@ class _Batch:
             key: Any = unit.key
             piece = piece.trimmed(key.tensors[0][1], placed.true_size)
         if split:
-            copied = Outputs(piece.form, piece.names, [_copy(value) for value in piece.values])
             whole: Whole = entry.notes["whole"]
-            ready = whole.add(unit.first, copied)
+            ready = whole.add(unit.first, piece.copied())
             if ready is None:
                 return None
             piece = ready
@@ -224,7 +229,3 @@ class _Batch:
             rows = piece.each_row()
             return (encoded(self.owner._model.encode(rows[0], entry.request)),)
         return piece.parts(self.owner._datatypes)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value.copy()

@@ -261,23 +261,13 @@ def attempt(runner: Runner, key: Key, units: Sequence[Unit], rows: int) -> Outpu
     try:
         flight = runner.launch(key, units, rows)
         outputs = flight.result()
-        if flight is not None:
-            outputs = owned(outputs, units)
-        return outputs
+        # They outlive the batch's slab, and `forward` may have returned its own input.
+        return outputs.copied() if len(units) > 1 or runner.depth > 1 else outputs
     except Exception as error:
         return failure_of(error)
     finally:
         if flight is not None:
             flight.release()
-
-
-def owned(outputs: Outputs, units: Sequence[Unit]) -> Outputs:
-    """Outputs that outlive the batch's slab: `forward` may have returned its own input."""
-    values = [
-        value.clone() if isinstance(value, torch.Tensor) and len(units) > 1 else value
-        for value in outputs.values
-    ]
-    return Outputs(outputs.form, outputs.names, values)
 
 
 class Containment:

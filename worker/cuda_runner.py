@@ -18,7 +18,7 @@ import torch
 from .batcher import Unit
 from .compute import Flight, Runner, fill, one_line, rows_of
 from .device import Device
-from .graphs import LARGE, Graphs
+from .graphs import LARGE, Graphs, on_gpu
 from .outputs import Outputs, outputs_of
 from .pool import Key, Slab, place, zero_rest
 from .profile import Profile
@@ -158,11 +158,7 @@ class CudaRunner(Runner):
     ) -> Outputs:
         """On the compute stream what is small; beside it what would keep the next batch waiting."""
         values: list[Any] = []
-        large = sum(
-            value.nbytes
-            for value in outputs.values
-            if isinstance(value, torch.Tensor) and value.is_cuda
-        )
+        large = sum(value.nbytes for value in outputs.values if on_gpu(value))
         stream = self.back if large > LARGE else self.compute
         if stream is self.back:
             computed = torch.cuda.Event()
@@ -170,7 +166,7 @@ class CudaRunner(Runner):
             stream.wait_event(computed)
         with torch.cuda.stream(stream):
             for index, value in enumerate(outputs.values):
-                if not isinstance(value, torch.Tensor) or not value.is_cuda:
+                if not on_gpu(value):
                     values.append(value)
                     continue
                 host = (

@@ -6,6 +6,7 @@ the same code on a machine without a GPU: there resident memory stands for the a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -271,19 +272,23 @@ class Cuda:
         now = time.monotonic()
         if now - self._stats_at > 0.05:
             self._stats_at = now
-            stats = torch.cuda.memory_stats_as_nested_dict(0)
-            allocated = stats["allocated_bytes"]["all"] if stats else {"current": 0, "peak": 0}
-            reserved = stats["reserved_bytes"]["all"]["current"] if stats else 0
-            free, total = torch.cuda.mem_get_info(0)
-            self._memory = wire.Memory(
-                allocated=allocated["current"],
-                reserved=reserved,
-                peak=allocated["peak"],
-                static=self.static,
-                device_total=total,
-                device_free=free,
-            )
+            # A poisoned context refuses this too, and the last answers must still go out.
+            with contextlib.suppress(RuntimeError):
+                self._memory = self._read_memory()
         return self._memory
+
+    def _read_memory(self) -> wire.Memory:
+        stats = torch.cuda.memory_stats_as_nested_dict(0)
+        allocated = stats["allocated_bytes"]["all"] if stats else {"current": 0, "peak": 0}
+        free, total = torch.cuda.mem_get_info(0)
+        return wire.Memory(
+            allocated=allocated["current"],
+            reserved=stats["reserved_bytes"]["all"]["current"] if stats else 0,
+            peak=allocated["peak"],
+            static=self.static,
+            device_total=total,
+            device_free=free,
+        )
 
     def begin_peak(self) -> None:
         torch.cuda.synchronize()

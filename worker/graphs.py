@@ -135,7 +135,7 @@ class Graphs:
             runner.forward(key, batch, ())  # lazy initialisation must not be part of the capture
             returned = runner.forward(key, batch, ())
             expected = outputs_of(returned, rows, runner.names)
-            if not all(isinstance(v, torch.Tensor) and v.is_cuda for v in expected.values):
+            if not all(map(on_gpu, expected.values)):
                 raise CannotCapture("an output is not on the device")
             large = [value.nbytes > LARGE for value in expected.values]
             # A graph's own outputs lie in memory that all graphs share: the next one's replay may
@@ -163,6 +163,10 @@ class Graphs:
             torch.empty(value.shape, dtype=value.dtype, pin_memory=True) for value in outputs.values
         ]
         return Captured(graph, rows, outputs, hosts)
+
+
+def on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
 
 
 def _compare(outputs: Outputs, expected: Outputs) -> None:

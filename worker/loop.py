@@ -43,7 +43,7 @@ _SHORT_S: Final = 100e-6
 #: So long without work is a gap in which a graph may be captured.
 _GAP_S: Final = 0.03
 #: Without gaps, one graph is captured this often.
-_CAPTURE_EVERY_S: Final = 2.0
+_CAPTURE_EVERY_S: Final = 0.5
 
 
 @dataclass(slots=True, eq=False)

@@ -32,6 +32,14 @@ class Outputs:
         last = first + rows
         return Outputs(self.form, self.names, [value[first:last] for value in self.values])
 
+    @property
+    def nbytes(self) -> int:
+        return sum(int(value.nbytes) for value in self.values)
+
+    def copied(self) -> Outputs:
+        values = [v.clone() if isinstance(v, torch.Tensor) else v.copy() for v in self.values]
+        return Outputs(self.form, self.names, values)
+
     def each_row(self) -> list[Any]:
         """Rows as `encode` gets them."""
         if self.form == "tensor":

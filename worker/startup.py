@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -148,6 +149,8 @@ class Startup:
                 self._page.load_moved(max(0, device.allocated() - before - self._read))
         finally:
             on_moved(None)
+        gc.collect()
+        gc.freeze()  # what was loaded stays; a collection need not walk through it again
         profile = Profile(spec.profile_path, _signature(spec))
         runner = make_runner(model, device, profile, settings)
         methods = methods_of(model)
