@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from . import ctl_view, exit_codes
+from . import ctl_reports, ctl_view, exit_codes
 from .ctl_client import Client, CtlError, find_socket
 from .ctl_parser import make_parser
 
@@ -167,22 +167,16 @@ def top(client: Client, given: argparse.Namespace) -> int:
     return ctl_top.run(client, once=given.once)
 
 
-def buckets(client: Client, given: argparse.Namespace) -> int:
-    found = client.get("models", given.model, "buckets")
-    if given.output == "json" or "text" not in found:
-        ctl_view.out([json.dumps(found, indent=2)])
-    else:
-        ctl_view.out(str(found["text"]).splitlines())
-    return exit_codes.OK
-
-
-def plain(*path: str) -> Callable[[Client, argparse.Namespace], int]:
-    """A verb that shows what the service says."""
+def report(
+    path: Callable[[argparse.Namespace], tuple[str, ...]],
+    write: Callable[[Any], list[str]],
+) -> Callable[[Client, argparse.Namespace], int]:
+    """A verb that shows what the service says, as text or as it came."""
 
     def show(client: Client, given: argparse.Namespace) -> int:
-        found = client.get(*path)
-        text = found.get("text") if given.output != "json" else None
-        ctl_view.out(str(text).splitlines() if text else [json.dumps(found, indent=2)])
+        found = client.get(*path(given))
+        as_json = given.output == "json"
+        ctl_view.out([json.dumps(found, indent=2)] if as_json else write(found))
         return exit_codes.OK
 
     return show
@@ -248,28 +242,9 @@ def reload_model(client: Client, given: argparse.Namespace) -> int:
         if given.output == "json":
             ctl_view.out([json.dumps(found, indent=2)])
         else:
-            ctl_view.out(_plan(found))
+            ctl_view.out(ctl_reports.reload_plan(found))
         return exit_codes.OK
     return _started(client, found, given)
-
-
-def _plan(found: Any) -> list[str]:
-    if "text" in found:
-        return str(found["text"]).splitlines()
-    head = ("SLOT", "STRATEGY", "NEEDS", "ROOM", "WHY")
-    return ctl_view.table(
-        head,
-        [
-            (
-                row["slot"],
-                row["strategy"],
-                ctl_view.size(row.get("need_bytes")),
-                ctl_view.size(row.get("room_bytes")),
-                row.get("why", ""),
-            )
-            for row in found.get("plan", ())
-        ],
-    )
 
 
 def model_verb(verb: str) -> Callable[[Client, argparse.Namespace], int]:
@@ -298,15 +273,17 @@ def stop(client: Client, given: argparse.Namespace) -> int:
 
 def reexec(client: Client, given: argparse.Namespace) -> int:
     before = client.get("status")
+    began = time.monotonic()
     client.post("reexec")
-    until = time.monotonic() + given.timeout
+    until = began + given.timeout
     while time.monotonic() < until:
         time.sleep(0.1)
         try:
             now = client.get("status", timeout=5.0)
         except CtlError:
             continue
-        if now["uptime_s"] < before["uptime_s"] or now["version"] != before["version"]:
+        # The one from before would be up as much longer as we have waited.
+        if now["uptime_s"] < before["uptime_s"] / 2 + (time.monotonic() - began):
             return _said(f"gpusup {now['version']} goes on as pid {now['pid']}")
     raise CtlError(f"no new gpusup within {given.timeout:g} s", exit_codes.TIMED_OUT)
 
@@ -392,9 +369,9 @@ VERBS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
     "events": events,
     "dump": dump,
     "top": top,
-    "buckets": buckets,
-    "plan": plain("plan"),
-    "leases": plain("leases"),
+    "buckets": report(lambda given: ("models", given.model, "buckets"), ctl_reports.buckets),
+    "plan": report(lambda given: ("plan",), ctl_reports.plan),
+    "leases": report(lambda given: ("leases",), ctl_reports.leases),
     "metrics": metrics,
     "support-bundle": support_bundle,
     "cordon": cordon,
@@ -412,3 +389,7 @@ VERBS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
     "reexec": reexec,
     "reload-config": reload_config,
 }
+
+
+if __name__ == "__main__":
+    main()

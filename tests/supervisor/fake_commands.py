@@ -160,10 +160,20 @@ class FakeCommands:
         raise UnknownTarget(f"there is no model {model}")
 
     def plan(self) -> Mapping[str, Any]:
-        return {"text": "24 GiB - 1 GiB"}
+        holder = {"slot": "gpu0", "generation": 7, "static": 5 << 30, "peak": 1 << 30}
+        device = {"device": "gpu0", "total": 24 << 30, "room": 9 << 30, "holders": [holder]}
+        return {"devices": [device]}
+
+    def v2_stats(self, model: str = "", version: str = "") -> Mapping[str, Any]:
+        return {"model_stats": []}
 
     def leases(self) -> Mapping[str, Any]:
-        return {"devices": {}}
+        return {
+            "leases": {"gpu0": {"proxy0": 3 << 20}},
+            "in_flight": {"proxy0": {"gpu0": 4}},
+            "queued": {"proxy0": {"digits": 2}},
+            "arena": {"proxy0": {"free": 1 << 20, "total": 1 << 28}},
+        }
 
     def support(self) -> Mapping[str, Any]:
         return {"config": {"server": {"api_keys": "/etc/keys"}, "env": {"HF_TOKEN": "hf_abc"}}}

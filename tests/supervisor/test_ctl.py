@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpusup.supervisor import ctl, ctl_view
+from gpusup.supervisor import ctl, ctl_reports, ctl_view
 from gpusup.supervisor.control import Control
 from gpusup.supervisor.ctl_client import candidates
 
@@ -152,7 +152,13 @@ async def test_small_verbs(gpusupctl: Ctl) -> None:
     assert await gpusupctl("events", "-o", "json") == 0
     assert gpusupctl.json["serial"] == 1
     assert await gpusupctl("plan") == 0
-    assert gpusupctl.out == "24 GiB - 1 GiB\n"
+    assert "gpu0 (generation 7)  5.0GiB" in gpusupctl.out
+    assert "room for more: 9.0GiB" in gpusupctl.out
+    assert await gpusupctl("leases") == 0
+    assert "gpu0    proxy0  3MiB" in gpusupctl.out
+    assert "proxy0  4          2       1MiB of 256MiB" in gpusupctl.out
+    assert await gpusupctl("leases", "-o", "json") == 0
+    assert gpusupctl.json["queued"] == {"proxy0": {"digits": 2}}
     assert await gpusupctl("reload-config") == 0
     assert await gpusupctl("reexec") == 2
     assert await gpusupctl("buckets", "digits") == 1  # a defect there is one line here
@@ -246,6 +252,20 @@ def test_every_verb_of_the_parser_is_done_by_somebody() -> None:
     from gpusup.supervisor.ctl_parser import make_parser
 
     assert set(_verbs(make_parser(""))) == set(ctl.VERBS) | {"completion"}
+
+
+def test_bucket_advice_reads_as_a_sum() -> None:
+    found = {
+        "model": "m", "requests": 10, "shapes": 2, "current": [[8, 8]], "padding_now": None,
+        "padding_with_one_bucket": 0.25,
+        "proposals": [{"buckets": [[4, 4], [8, 8]], "padding": 0.05, "saves": 0.2}],
+    }  # fmt: skip
+    assert ctl_reports.buckets(found) == [
+        "m: 10 requests of 2 shapes",
+        "  now: 8x8: some shapes fit in none",
+        "  with one bucket: 25.0% padding",
+        "  2 buckets: 4x4, 8x8: 5.0% padding, 20.0% less",
+    ]
 
 
 def test_ages_and_sizes_are_short() -> None:

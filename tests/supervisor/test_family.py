@@ -26,7 +26,9 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-async def run(code: str, *, new_session: bool = True, **env: str) -> tuple[int, int]:
+async def run(
+    code: str, env: dict[str, str] | None = None, *, new_session: bool = True
+) -> tuple[int, int]:
     """Start it; returns its pid and the first number it prints."""
     read_fd, write_fd = os.pipe()
     pid = Family().spawn(
@@ -131,7 +133,7 @@ child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(1000)
 """
-    pid, sleeper = await run(code, **{fam.MARKER: "gpu1.2"})
+    pid, sleeper = await run(code, {fam.MARKER: "gpu1.2"})
     os.kill(pid, signal.SIGKILL)  # by somebody else: nobody could look at its tree before
     await gone(pid)
     assert kill_session(pid, "gpu1", 2) >= 1

@@ -13,9 +13,9 @@ from gpusup.worker.wire import WorkerSpec
 from .processes import Told, gone, script
 
 
-def spec(slot: str = "cpu0", generation: int = 1, **env: str) -> WorkerSpec:
+def spec(slot: str = "cpu0", **env: str) -> WorkerSpec:
     return WorkerSpec(
-        slot=slot, generation=generation, model="m", version="1", device="cpu", device_uuid="",
+        slot=slot, generation=1, model="m", version="1", device="cpu", device_uuid="",
         control_path="/nowhere", data_path="/nowhere", config={}, env=env,
     )  # fmt: skip
 
