@@ -145,7 +145,7 @@ class FakeCommands:
     def stop(self) -> None:
         self.calls.append(("stop",))
 
-    def reexec(self) -> None:
+    async def reexec(self) -> None:
         raise CommandError("a worker is just being started; try again")
 
     def reload_config(self) -> Sequence[str]:

@@ -43,6 +43,7 @@ async def client(control: Control) -> AsyncIterator[aiohttp.ClientSession]:
     ) as session:
         yield session
     await control.close()
+    listener.close()
     os.unlink(PATH)
 
 

@@ -50,6 +50,7 @@ async def gpusupctl(capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Ctl]:
     await control.serve(listener)
     yield made
     await control.close()
+    listener.close()
     os.unlink(PATH)
 
 
