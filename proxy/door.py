@@ -30,7 +30,7 @@ import msgspec
 from aiohttp import web
 
 from gpusup.conf.schema import Config
-from gpusup.supervisor.wire import ModelInfo, Reply, Snapshot
+from gpusup.supervisor.wire import ModelInfo, Notice, Reply, Snapshot
 from gpusup.worker import wire
 
 from .arena import INLINE_BYTES
@@ -133,6 +133,8 @@ class Door:
         self.rereads: list[Callable[[], None]] = []  # on reload: API keys and the like
         #: (path prefix, body of an error): how surfaces other than the raw and v2 ones say it.
         self.error_bodies: list[tuple[str, Callable[[ProxyError, str], bytes]]] = []
+        self._notice_second = 0
+        self._notices = 0
         self.stopping = False  # this process is leaving: every answer says `Connection: close`
 
     @property
@@ -219,6 +221,15 @@ class Door:
             named = f"{self._prefix}{self._requests:x}"
         request[REQUEST_ID] = named
         return named
+
+    def notice(self, kind: str, fields: dict[str, Any]) -> None:
+        """A line for the supervisor's log and event stream; a few a second, the rest is dropped."""
+        second = int(time.monotonic())
+        if second != self._notice_second:
+            self._notice_second, self._notices = second, 0
+        self._notices += 1
+        if self._notices <= _NOTICES_A_SECOND:
+            self.link.send(Notice(kind, fields))
 
     async def infer(self, call: Call) -> Outcome:
         """One answer, always with status "ok". Raises a ProxyError for everything else."""

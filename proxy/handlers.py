@@ -63,7 +63,11 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
         if len(body) >= THREAD_FROM:
             parts, rows, lead = await asyncio.to_thread(_decode, door, model, body, content_type)
         else:
+            try:
             parts, rows, lead = _decode(door, model, body, content_type)
+        except ShapeRefused as error:
+            tell_shape(door, request, name, error)
+            raise
         call = Call(
             name,
             parts,

@@ -10,6 +10,7 @@ import numpy as np
 
 from .datatypes import MAX_DIMENSIONS, NUMPY, SIZES, elements, split_strings
 from .errors import InvalidInput, NotAcceptable
+from .v2_checks import check_size
 
 MAGIC: Final = b"\x93NUMPY"
 _HEADER_LIMIT: Final = 8192
@@ -31,8 +32,11 @@ class Array(NamedTuple):
     fortran: bool
 
 
-def read(data: bytes | memoryview) -> Array:
-    """The header, checked against the length of `data`. Raises InvalidInput."""
+def read(data: bytes | memoryview, limit: int = 2**62) -> Array:
+    """The header, checked against `limit` and the length of `data`.
+
+    Raises InvalidInput, ShapeRefused.
+    """
     head = bytes(data[:12])
     if not head.startswith(MAGIC):
         raise InvalidInput("the body is no .npy file (it does not begin with \\x93NUMPY)")
@@ -61,6 +65,7 @@ def read(data: bytes | memoryview) -> Array:
     if len(digits) > MAX_DIMENSIONS or any(len(d) > 18 or not d.isdigit() for d in digits):
         raise InvalidInput(f"the .npy array has an impossible shape of {len(digits)} dimensions")
     shape = tuple(map(int, digits))
+    check_size("npy", datatype, shape, limit)
     want = elements(shape) * SIZES[datatype]
     if want != len(data) - start:
         raise InvalidInput(

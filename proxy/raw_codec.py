@@ -23,7 +23,7 @@ from .datatypes import NUMPY, to_values
 from .errors import InvalidInput, NotAcceptable, UnsupportedMedia
 from .jsoncheck import DEPTH, check, parse
 from .v2 import Cut
-from .v2_checks import check_declared, check_size
+from .v2_checks import check_declared
 
 JSON: Final = "application/json"
 NPY: Final = "application/x-npy"
@@ -141,7 +141,7 @@ def _binary(found: _Base64, name: str, pixels: int) -> Part:
 def _npy(
     body: bytes | memoryview, inputs: Sequence[TensorSpec], cut: Cut, limit: int
 ) -> RawRequest:
-    array = npy.read(body)
+    array = npy.read(body, limit)
     if len(inputs) > 1:
         raise InvalidInput(
             f"an .npy body is one input, the model has {len(inputs)}; use v2 or multipart"
@@ -152,7 +152,6 @@ def _npy(
         shape, lead = (1, *shape), True
     if inputs:
         check_declared(name, array.datatype, shape, {name: inputs[0]}, 1)
-    check_size(name, array.datatype, shape, limit)
     data: bytes | Block
     data = cut(array.start, len(body)) if array.plain else npy.convert(body, array)
     return RawRequest(parts=(Part(name, data, array.datatype, shape),), rows=shape[0], lead=lead)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any, Final
 
 import msgspec
 from aiohttp import hdrs, web
 
-from gpusup.supervisor.wire import Notice, Reply
+from gpusup.supervisor.wire import Reply
 
 from . import compression
 from .door import REQUEST_ID, Door
@@ -31,7 +30,6 @@ JSON_HEADERS: Final = {"Content-Type": "application/json"}
 THREAD_FROM: Final = 2**20
 _DEFLATE_IN_THREAD: Final = 64 * 1024
 _JOIN_UP_TO: Final = 256 * 1024
-_NOTICES_A_SECOND: Final = 5
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -75,30 +73,19 @@ async def respond(
     return response
 
 
-class Notices:
-    """Refused shapes that would have exploded, told to the supervisor's log; a few a second."""
-
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self._second = 0
-        self._told = 0
-
-    def shape(self, request: web.Request, model: str, error: ShapeRefused) -> None:
-        self._door.counts.add("gpusup_refused_total", ("shape",))
-        second = int(time.monotonic())
-        if second != self._second:
-            self._second, self._told = second, 0
-        self._told += 1
-        if self._told > _NOTICES_A_SECOND:
-            return
-        fields = {
+def tell_shape(door: Door, request: web.Request, model: str, error: ShapeRefused) -> None:
+    """A refused shape that would have exploded, with its features, to the supervisor's log."""
+    door.counts.add("gpusup_refused_total", ("shape",))
+    door.notice(
+        "shape-refused",
+        {
             "client": request.remote or "",
             "model": model,
             "request_id": request[REQUEST_ID],
             "body_bytes": request.content_length or 0,
             **error.fields,
-        }
-        self._door.link.send(Notice("shape-refused", fields))
+        },
+    )
 
 
 def refusal_of(reply: Reply) -> ProxyError | None:

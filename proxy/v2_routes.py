@@ -19,7 +19,7 @@ from .door import REQUEST_ID, Call, Door
 from .errors import Forbidden, InvalidInput, NoWorker
 from .http_rules import header_priority, read_timeout, trace_params
 from .jsoncheck import load
-from .replies import THREAD_FROM, Notices, refusal_of, respond, say
+from .replies import THREAD_FROM, refusal_of, respond, say, tell_shape
 from .v2_checks import ShapeRefused
 
 _EXTENSIONS: Final = (
@@ -71,7 +71,6 @@ def add_routes(app: web.Application, door: Door) -> None:
 class V2:
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._notices = Notices(door)
         extensions = list(_EXTENSIONS)
         if door.config.server.repository_control:
             extensions.append("model_repository(unload_dependents)")
@@ -190,7 +189,7 @@ class V2:
             else:
                 asked = await asyncio.to_thread(decode)
         except ShapeRefused as error:
-            self._notices.shape(request, model.name, error)
+            tell_shape(door, request, model.name, error)
             raise
         if asked.rows > model.max_rows and model.state == "ready":
             raise InvalidInput(
