@@ -36,6 +36,8 @@ from gpusup.worker import wire
 from .arena import INLINE_BYTES
 from .errors import ModelNotFound, ProxyError
 
+_NOTICES_A_SECOND: Final = 5
+
 if TYPE_CHECKING:
     from .arena import Arena, Lease
     from .body import Body, BodyReader

@@ -19,7 +19,8 @@ from .door import REQUEST_ID, Call, Door
 from .generate_routes import is_text, raw_text
 from .http_rules import header_priority, read_timeout, trace_params
 from .multipart import split
-from .replies import THREAD_FROM, respond
+from .replies import THREAD_FROM, respond, tell_shape
+from .v2_checks import ShapeRefused
 
 _encode = msgspec.json.Encoder().encode
 _JSON = {"Content-Type": "application/json"}
@@ -60,11 +61,13 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
     try:
         if makes_text:
             return await raw_text(door, request, model, version, body)
-        if len(body) >= THREAD_FROM:
-            parts, rows, lead = await asyncio.to_thread(_decode, door, model, body, content_type)
-        else:
-            try:
-            parts, rows, lead = _decode(door, model, body, content_type)
+        try:
+            if len(body) < THREAD_FROM:
+                parts, rows, lead = _decode(door, model, body, content_type)
+            else:
+                parts, rows, lead = await asyncio.to_thread(
+                    _decode, door, model, body, content_type
+                )
         except ShapeRefused as error:
             tell_shape(door, request, name, error)
             raise
