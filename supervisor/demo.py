@@ -34,6 +34,7 @@ from .steady import Digit, Load, Seen, Window, ask, held_out, window
 START_LIMIT_S: Final = 180.0
 STEP_LIMIT_S: Final = 120.0
 STOP_LIMIT_S: Final = 40.0
+SHORT: Final = 50
 #: Between two looks at the status: often enough to measure by, seldom enough not to be a load.
 POLL_S: Final = 0.015
 #: Load before and after each event, so that its window has something to compare with.
@@ -124,6 +125,8 @@ def run(as_json: bool) -> int:
         outcome = asyncio.run(_interruptible(_demo(console)))
     except DemoFailed as error:
         sys.stderr.write(f"gpusup demo: {error}\n")
+        if as_json:
+            sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("gpusup demo: interrupted\n")
@@ -147,7 +150,9 @@ async def _interruptible(work: Awaitable[Outcome]) -> Outcome:
 async def _demo(console: Console) -> Outcome:
     digits = held_out(Path(str(files("gpusup.conf") / "digits")))
     outcome = Outcome()
-    folder = Path(tempfile.mkdtemp(prefix="gpusup-demo-"))
+    # The sockets' paths must stay short (sockaddr_un), and some set a long TMPDIR.
+    short = None if len(tempfile.gettempdir()) <= SHORT else "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="gpusup-demo-", dir=short))
     try:
         async with _service(folder, console) as service:
             outcome.start_s = service.start_s
