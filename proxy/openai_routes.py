@@ -17,6 +17,7 @@ from gpusup.worker.wire import Answer, Part
 from . import openai, sse
 from .door import REQUEST_ID, Call, Door, Outcome
 from .errors import ModelFailed, ModelNotFound, ProxyError
+from .gate import GRANT
 from .generate_routes import text_call, text_of
 from .openai import BadRequest, Talk, TextRequest
 from .replies import THREAD_FROM, respond, say
@@ -64,7 +65,7 @@ def _model(door: Door, request: web.Request, name: str) -> ModelInfo:
         model = door.model(name)
     except ModelNotFound:
         raise ModelNotFound(f"The model `{name[:100]}` does not exist") from None
-    if (grant := request.get("grant")) is not None:
+    if (grant := request.get(GRANT)) is not None:
         grant.permits(model.name)
     return model
 

@@ -17,6 +17,7 @@ from . import v2
 from .body import Body
 from .door import REQUEST_ID, Call, Door
 from .errors import Forbidden, InvalidInput, NoWorker
+from .gate import GRANT
 from .http_rules import header_priority, read_timeout, trace_params
 from .jsoncheck import load
 from .replies import THREAD_FROM, refusal_of, respond, say, tell_shape
@@ -265,7 +266,7 @@ class V2:
             raise Forbidden(
                 "explicit model load / unload is not allowed: server.repository_control is off"
             )
-        if (grant := request.get("grant")) is not None:
+        if (grant := request.get(GRANT)) is not None:
             grant.permits_admin()
         asked = await self._json(request)
         parameters = asked.get("parameters") or {}
