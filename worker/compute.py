@@ -64,7 +64,9 @@ def _is_bad_image(error: BaseException) -> bool:
 
 
 class Flight(Protocol):
-    """A batch that was launched."""
+    """A batch that was launched. `slab` is what it leased."""
+
+    slab: Slab | None
 
     def done(self) -> bool: ...
 
@@ -262,7 +264,7 @@ def attempt(runner: Runner, key: Key, units: Sequence[Unit], rows: int) -> Outpu
         flight = runner.launch(key, units, rows)
         outputs = flight.result()
         # They outlive the batch's slab, and `forward` may have returned its own input.
-        return outputs.copied() if len(units) > 1 or runner.depth > 1 else outputs
+        return outputs.copied() if flight.slab is not None else outputs
     except Exception as error:
         return failure_of(error)
     finally:

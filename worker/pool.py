@@ -61,9 +61,9 @@ def channel_axis(shape: Sequence[int]) -> int | None:
     """Where an image of three dimensions has its channels, None if it is no image."""
     if len(shape) != 3:
         return None
-    if shape[0] <= _CHANNELS < max(shape):
+    if shape[0] <= _CHANNELS and shape[0] < shape[2]:
         return 0
-    return 2 if shape[2] <= _CHANNELS < max(shape) else None
+    return 2 if shape[2] <= _CHANNELS and shape[2] < shape[0] else None
 
 
 def choose(

@@ -1,0 +1,57 @@
+"""What can be said of graphs without a GPU; the rest is in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpusup.worker.graphs import CannotCapture, _compare
+from gpusup.worker.outputs import Outputs
+from gpusup.worker.pace import Pace
+from gpusup.worker.pool import Key
+
+KEY = Key((("", (4,), "FP32"),), pooled=True)
+
+
+def outputs(*values: torch.Tensor) -> Outputs:
+    return Outputs("tuple", tuple(f"o{n}" for n in range(len(values))), list(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_replay_may_differ_by_rounding_only(dtype: torch.dtype) -> None:
+    eager = torch.linspace(-3, 3, 64).to(dtype)
+    _compare(outputs(eager * (1 + 1e-4)), outputs(eager))
+    with pytest.raises(CannotCapture, match="'o0' off by"):
+        _compare(outputs(eager + 1), outputs(eager))
+
+
+def test_a_replay_of_whole_numbers_is_exact() -> None:
+    with pytest.raises(CannotCapture, match="another 'o1'"):
+        _compare(
+            outputs(torch.zeros(2), torch.tensor([1, 2])),
+            outputs(torch.zeros(2), torch.tensor([1, 3])),
+        )
+
+
+def test_nan_equals_nan() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    _compare(outputs(nan), outputs(nan.clone()))
+
+
+def test_the_next_batch_is_due_just_before_the_device_idles() -> None:
+    pace = Pace()
+    pace.launched(KEY, 8, 10.0)
+    assert pace.next_due == 10.0  # nothing is known yet
+    pace.landed(KEY, 8, 0.1)
+    pace.launched(KEY, 8, 20.0)
+    assert 20.05 < pace.next_due < 20.1
+    pace.launched(KEY, 8, 20.05)  # behind the first
+    assert 20.15 < pace.next_due < 20.2
+
+
+def test_one_slow_batch_does_not_make_the_later_ones_late() -> None:
+    pace = Pace()
+    for took in (0.1, 5.0, 0.1):
+        pace.landed(KEY, 8, took)
+    pace.launched(KEY, 8, 20.0)
+    assert pace.next_due < 20.1
