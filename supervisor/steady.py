@@ -15,7 +15,7 @@ from typing import Any, Final
 import aiohttp
 
 #: A client's pause between answer and next request, so that two cores are busy but not drowned.
-PAUSE_S: Final = 0.005
+PAUSE_S: Final = 0.01
 LIMIT_S: Final = 30.0
 
 
