@@ -10,10 +10,12 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.typedefs import Middleware
 
 from gpusup.conf.log import event
 
@@ -44,21 +46,24 @@ class OtherStatus(ProxyError):
         self.status = error.status  # type: ignore[misc]
 
 
-def make_app(door: Door, rng: random.Random | None = None) -> web.Application:
-    chance = rng or random.Random()
-    counts = door.counts
-    sampled = door.config.log.requests
+class Guard:
+    """Around the whole application: whatever happens inside becomes an answer, is counted, and has
+    its id. A middleware would do the same for some microseconds more."""
 
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Whatever happens inside becomes an answer, is counted, and has its id."""
+    def __init__(self, door: Door, rng: random.Random) -> None:
+        self._door = door
+        self._rng = rng
+        self._counts = door.counts
+        self._sampled = door.config.log.requests
+
+    async def __call__(self, handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(request, web.Request)
+        door = self._door
         begun = time.monotonic()
         request_id = door.name_request(request)
         status = 499
         try:
             try:
-                if door.checks:
-                    door.check(request)
                 response = await handler(request)
             except ProxyError as error:
                 response = door.refuse(request, error)
@@ -87,14 +92,15 @@ def make_app(door: Door, rng: random.Random | None = None) -> web.Application:
             return response
         finally:
             took = time.monotonic() - begun
-            resource = request.match_info.route.resource
+            match = request._match_info
+            resource = match.route.resource if match is not None else None
             route = resource.canonical if resource is not None else "unmatched"
-            counts.observe(
+            self._counts.observe(
                 "http_server_request_duration_seconds",
                 (route, request.method, str(status)),
                 took,
             )
-            if sampled and (sampled >= 1 or chance.random() < sampled):
+            if self._sampled and (self._sampled >= 1 or self._rng.random() < self._sampled):
                 event(
                     "request",
                     request_id=request_id,
@@ -106,7 +112,9 @@ def make_app(door: Door, rng: random.Random | None = None) -> web.Application:
                     remote=request.remote or "",
                 )
 
-    app = web.Application(middlewares=[guard], client_max_size=door.reader.limit)
+
+def make_app(door: Door) -> web.Application:
+    app = web.Application(client_max_size=door.reader.limit)
 
     async def dress(request: web.Request, response: web.StreamResponse) -> None:
         headers = response.headers
@@ -148,25 +156,51 @@ class Quiet(logging.Filter):
         return self._said <= self._a_second and record.levelno >= logging.INFO
 
 
+def _check(door: Door) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        door.check(request)
+        return await handler(request)
+
+    return check
+
+
+class Runner(web.AppRunner):
+    """Its settings are those of the server section; `door.checks` must be complete by `setup`."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, app: web.Application, door: Door, rng: random.Random | None = None) -> None:
+        server = door.config.server
+        parser_log = logging.getLogger("gpusup.proxy.parser")
+        if not parser_log.filters:
+            parser_log.addFilter(Quiet())
+        # One misspelt name here and aiohttp would silently run with none of these settings.
+        super().__init__(
+            app,
+            access_log=None,
+            auto_decompress=False,
+            handler_cancellation=True,
+            keepalive_timeout=server.idle_timeout,
+            lingering_time=_LINGER_S,
+            max_line_size=server.header_limit,
+            max_field_size=server.header_limit,
+            max_headers=100,
+            shutdown_timeout=server.drain_limit,
+            logger=parser_log,
+        )
+        self._guard = Guard(door, rng or random.Random())
+        if door.checks:
+            app.middlewares.insert(0, _check(door))
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        server.request_handler = partial(self._guard, server.request_handler)
+        return server
+
+
 def make_runner(app: web.Application, door: Door) -> web.AppRunner:
-    """One misspelt name here and aiohttp would silently run with none of these settings."""
-    server = door.config.server
-    parser_log = logging.getLogger("gpusup.proxy.parser")
-    if not parser_log.filters:
-        parser_log.addFilter(Quiet())
-    return web.AppRunner(
-        app,
-        access_log=None,
-        auto_decompress=False,
-        handler_cancellation=True,
-        keepalive_timeout=server.idle_timeout,
-        lingering_time=_LINGER_S,
-        max_line_size=server.header_limit,
-        max_field_size=server.header_limit,
-        max_headers=100,
-        shutdown_timeout=server.drain_limit,
-        logger=parser_log,
-    )
+    return Runner(app, door)
 
 
 class Site(web.BaseSite):

@@ -30,7 +30,7 @@ from .errors import (
     QueueFull,
     WorkerLost,
 )
-from .lanes import Lane, Served, hopeless
+from .lanes import WAITING_LEAST, Lane, Served, hopeless
 from .memory import Memory
 from .queue import Deadlines, rank
 from .refusals import refusal
@@ -178,7 +178,7 @@ class Dispatcher:
         elif (cost or not self._memory.calm) and (step := self._judge(lane, entry)) is not None:
             self._send_degraded(lane, entry, step, now)
             return entry
-        elif self._is_full(lane, lane.most_waiting()):
+        elif served.waiting >= WAITING_LEAST and self._is_full(lane, lane.most_waiting()):
             raise QueueFull(
                 f"{served.waiting} requests wait for {call.model!r} already",
                 retry_after_s=served.soon(self._rng),

@@ -21,7 +21,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -233,13 +233,14 @@ class Door:
         if self._notices <= _NOTICES_A_SECOND:
             self.link.send(Notice(kind, fields))
 
-    async def infer(self, call: Call) -> Outcome:
+    def infer(self, call: Call) -> Coroutine[Any, Any, Outcome]:
         """One answer, always with status "ok". Raises a ProxyError for everything else."""
         for part in call.parts:
             if isinstance(part.data, bytes) and len(part.data) > INLINE_BYTES:
-                break
-        else:
-            return await self.dispatcher.infer(call)
+                return self._infer_parked(call)
+        return self.dispatcher.infer(call)
+
+    async def _infer_parked(self, call: Call) -> Outcome:
         parked = await self._park(call)
         try:
             return await self.dispatcher.infer(call)

@@ -14,7 +14,7 @@ from .routes import candidates
 from .workers import Entry, Worker
 
 #: At least this many may wait for busy workers in the normal band, and this many turns of them.
-_WAITING_LEAST = 256
+WAITING_LEAST = 256
 _WAITING_TURNS = 8
 _SOON_MOST_S = 30.0
 
@@ -84,7 +84,7 @@ class Lane:
 
     def most_waiting(self) -> int:
         turns = _WAITING_TURNS * sum(w.capacity for w in self.workers)
-        return max(_WAITING_LEAST, self.served.info.hold_requests, turns)
+        return max(WAITING_LEAST, self.served.info.hold_requests, turns)
 
     def degraded(self, step: str) -> list[Worker]:
         """Workers that can serve with this step of the ladder."""

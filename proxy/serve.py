@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import socket
@@ -30,6 +31,7 @@ from .tls import Tls, TlsError
 
 _REPORT_S: Final = 0.1
 _USED_S: Final = 1.0
+_GC_OBJECTS: Final = 20_000
 
 
 def make_door(config: Config, name: str, link: Link, rng: random.Random | None = None) -> Door:
@@ -99,6 +101,10 @@ class Process:
             ssl_context=self._tls.context if self._tls else None,
         )
         await self._site.start()
+        # What is there by now stays; requests make many objects but few cycles.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(_GC_OBJECTS, 20, 50)
         self._link.send(wire.Listening(self._site.name))
         reports = loop.create_task(self._reports())
         limit_s = await self._stop
