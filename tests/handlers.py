@@ -286,6 +286,40 @@ class Scaled(Number):
         return {"value": float(row[0]), "version": self.version, "pid": os.getpid()}
 
 
+class Stored(Number):
+    """`Scaled` with the number in a safetensors file, as tensor "factor" of shape (1,).
+
+    `settings.seconds` to load; `settings.raises` raises in `load` on a real device only, so that
+    no check beforehand can see it; `settings.forward_raises` in `forward`.
+    """
+
+    def load(self, device: torch.device, version: str) -> None:
+        from gpusup.worker.loader import load_weights
+
+        factor = load_weights(self.weights, device)["factor"]
+        if tuple(factor.shape) != (1,):
+            raise ConfigProblem(f"factor has shape {list(factor.shape)}, [1] is wanted")
+        self.version = version
+        if device.type != "meta":
+            time.sleep(float(self.settings.get("seconds", 0.0)))
+            if self.settings.get("raises"):
+                raise RuntimeError("the weights are not to my liking")
+            self.factor = float(factor)
+
+    def forward(self, batch: Any) -> Any:
+        if self.settings.get("forward_raises"):
+            raise RuntimeError("nothing comes out of this")
+        return batch * self.factor
+
+    def encode(self, row: Any, request: Request) -> Any:
+        return {"value": float(row[0]), "version": self.version, "pid": os.getpid()}
+
+    def warm_up(self) -> Sequence[torch.Tensor]:
+        import torch
+
+        return (torch.ones(1),)
+
+
 class Lengths(Number):
     """Rows of any length; says with how many others, and of what shape, each was computed."""
 
