@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from .leftovers import RUN_MARKER, token
+
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_S: Final = 0.01
 #: A zombie that nobody collected for so long has nobody who would.
@@ -53,6 +55,13 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Our environment as a child may have it."""
     env = {name: value for name, value in os.environ.items() if name not in _PRIVATE}
     env.update(extra or {})
+    return env
+
+
+def _without_marks() -> dict[str, str]:
+    env = clean_env()
+    for name in (RUN_MARKER, MARKER):
+        env.pop(name, None)
     return env
 
 
@@ -266,6 +275,7 @@ class Family:
         self._ours: set[int] = set()
         self._zombies: dict[int, float] = {}
         self._reaper: asyncio.TimerHandle | None = None
+        self._janitor: Watch | None = None
 
     def spawn(
         self,
@@ -309,6 +319,25 @@ class Family:
             on_exit(returncode, words)
 
         return Watch(pid, gone, before_reap)
+
+    def start_janitor(self, python: str, pid: int = 0) -> int:
+        """Have a process that ends what workers leave behind when we are killed. After `claim`.
+
+        Returns its pid. `pid`: of one that is there already, after an upgrade in place. Raises
+        OSError.
+        """
+        if not pid:
+            argv = [python, "-m", "gpusup.supervisor.leftovers", "--supervisor", str(os.getpid())]
+            env = _without_marks()
+            pid = self.spawn([*argv, "--token", token()], env=env, new_session=True)
+        self.adopt(pid)
+        self._janitor = self.watch(pid, lambda returncode, words: None)
+        return pid
+
+    def stop_janitor(self) -> None:
+        """Before an orderly end: there is nothing left to do for it."""
+        if self._janitor and not self._janitor.done:
+            _kill(self._janitor.pid)
 
     def start_reaper(self, every_s: float = 1.0) -> None:
         loop = asyncio.get_running_loop()

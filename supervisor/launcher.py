@@ -17,6 +17,7 @@ from gpusup.worker.wire import WorkerSpec
 
 from .actions import SignalName
 from .family import MARKER, Family, OnExit, Watch, clean_env, kill_session
+from .leftovers import token
 from .output import OutputReader, SlotLog
 
 OnStarted = Callable[[int], None]
@@ -78,7 +79,7 @@ class WorkerProcess:
         self._first_line = log.count
         #: Set by a launcher that can still call the start off; used for KILL without a pid.
         self.call_off: Callable[[], None] | None = None
-        self._page_fd = progress.create(f"{slot}.{generation}") if page_fd is None else page_fd
+        self._page_fd = _page(slot, generation) if page_fd is None else page_fd
         self.progress = progress.Reader(os.dup(self._page_fd))
 
     @property
@@ -180,6 +181,11 @@ class WorkerProcess:
         os.close(self._page_fd)
         self._page_fd = -1
         # The mapping stays: the last values are evidence. It goes with this object.
+
+
+def _page(slot: str, generation: int) -> int:
+    # Its name is how a fork of the worker is known for ours when we are gone (leftovers.py).
+    return progress.create(f"{slot}.{generation}@{token()}")
 
 
 class Logs:
