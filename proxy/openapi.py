@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import metadata
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
+from gpusup.conf.package import package_version
 from gpusup.supervisor.wire import ModelInfo
 from gpusup.worker.wire import TensorSpec
 
@@ -66,7 +66,7 @@ def document(
         "openapi": "3.1.0",
         "info": {
             "title": "gpusup",
-            "version": metadata.version("gpusup"),
+            "version": package_version(),
             "description": "Inference on this machine's GPUs. Errors are small JSON objects; "
             "429 and 503 carry Retry-After.",
         },

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from html import escape
-from importlib import metadata
 
 import msgspec
 from aiohttp import web
 
+from gpusup.conf.package import package_version
 from gpusup.supervisor.wire import ModelInfo, Snapshot
 
 from .door import Door
@@ -59,7 +59,7 @@ def render(snapshot: Snapshot, base: str, *, keys: bool = False) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>gpusup</title>
 <meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>
-<h1>gpusup {escape(metadata.version("gpusup"))}</h1>
+<h1>gpusup {escape(package_version())}</h1>
 <p>This server is <b class="{css}">{state}</b>{why}. {len(snapshot.routes)} worker(s) on
 {len(snapshot.devices)} device(s).</p>
 <h2>Models</h2>

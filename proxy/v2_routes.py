@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from importlib import metadata
 from typing import Any, Final
 
 from aiohttp import web
 
+from gpusup.conf.package import package_version
 from gpusup.supervisor.wire import ModelInfo
 from gpusup.worker.wire import Block, Part, TensorSpec
 
@@ -77,7 +77,7 @@ class V2:
             extensions.append("model_repository(unload_dependents)")
         self._server = {
             "name": "gpusup",
-            "version": metadata.version("gpusup"),
+            "version": package_version(),
             "extensions": extensions,
         }
 

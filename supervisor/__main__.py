@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     top = parser()
     args = top.parse_args(argv)
     if args.version:
-        from .package import package_version
+        from gpusup.conf.package import package_version
 
         print(f"gpusup {package_version()}")
         return 0

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from gpusup.conf.package import package_version
+
 from . import status, verbs, wire
 from .commands import CommandError, Conflict, NotNow, UnknownTarget
 from .fleet import Refused
-from .package import package_version
 from .rollout import Change
 from .verbs import ReloadWish
 
@@ -39,6 +40,10 @@ class Operator:
         fleet = box.runtime.fleet
         reports = box.tallies.reports()
         state, reason = status.overall(fleet, now)
+        rows = box.proxies.state()
+        if state != "draining" and not any(row["state"] == "serving" for row in rows):
+            # Models may be ready, but nobody takes requests for them.
+            state, reason = ("starting" if state == "starting" else "down"), "no proxy serves yet"
         result: Mapping[str, Any] = msgspec.to_builtins(
             wire.StatusView(
                 state=state,
@@ -260,8 +265,8 @@ class Operator:
     def stop(self) -> None:
         self.box.stop_soon("stop asked")
 
-    def reexec(self) -> None:
-        self.box.reexec_soon()
+    async def reexec(self) -> None:
+        await self.box.reexec()
 
     def reload_config(self) -> Sequence[str]:
         return self.box.reload_config()

@@ -7,13 +7,13 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+from gpusup.conf.package import package_version
 from gpusup.worker import wire as worker_wire
 
 from . import view
 from .buckets import propose
 from .leak import LeakWatch
 from .life import Life
-from .package import package_version
 from .probe_link import Fault
 from .probe_wire import DeviceSample
 from .render_metrics import Facts, render
@@ -97,6 +97,13 @@ class Tallies:
         if fault.xid is not None:
             labels = (fault.device or "unknown", str(fault.xid))
             self.tally.count("gpusup_device_xid_total", labels)
+
+    def export(self) -> dict[str, Any]:
+        return {"tally": self.tally.export(), "sizes": {m: dict(c) for m, c in self._sizes.items()}}
+
+    def restore(self, exported: dict[str, Any]) -> None:
+        self.tally.restore(exported["tally"])
+        self._sizes = {model: Counter(sizes) for model, sizes in exported["sizes"].items()}
 
     # -- what goes out ----------------------------------------------------------------------------
 
