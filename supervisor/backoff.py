@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from enum import StrEnum
+from typing import Any
 
 from gpusup.conf.schema import BackoffConfig
 
@@ -76,3 +77,11 @@ class Backoff:
     def restore(self, deaths: list[float], strikes: int) -> None:
         self._deaths.extend(deaths)
         self.strikes = strikes
+
+    def export(self) -> list[Any]:
+        return [self.tally(), self.strikes, self._load_ooms]
+
+    def take_over(self, exported: list[Any]) -> None:
+        """From the same process before an upgrade: to the letter."""
+        deaths, self.strikes, self._load_ooms = exported
+        self._deaths.extend(deaths)

@@ -22,15 +22,17 @@ from gpusup.conf.places import state_dir
 from gpusup.worker import wire as worker_wire
 
 from . import actions as act
-from . import view, wire
+from . import handover, view, wire
 from .boot import devices_here, fit_rule
 from .check_model import ModelCheck, size_of
+from .commands import Conflict
 from .control import Control
 from .diagnostics import memory_record
 from .events import CheckDone, DeviceFaulted
 from .family import Family
 from .fleet import Fleet, Refused
 from .from_proxies import FromProxies
+from .handover import Carried
 from .host_oom import HostOom
 from .launcher import ExecLauncher, Logs
 from .listen import Listeners
@@ -44,6 +46,7 @@ from .reclaim import process_name
 from .reclaimer import Reclaimer
 from .reconfigure import reconfigure, resolve_wish
 from .records import Events, Records
+from .reexec import ReexecError
 from .rollout import Change, ChangeState, Task
 from .runtime import Runtime
 from .saved import Saved, restore, save
@@ -57,6 +60,10 @@ from .zygotes import ZygoteLauncher
 log = logging.getLogger("gpusup.supervisor")
 
 PERSIST_AFTER_S: Final = 0.1
+#: How long an upgrade that was promised waits for a good moment.
+HAND_OVER_S: Final = 10.0
+#: Held back while one program follows the other, or their default action would end us.
+OUR_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 #: What is left of the drain limit for workers once the proxies have gone.
 LAST_S: Final = 2.0
 
@@ -69,8 +76,12 @@ class Box:
     pulse: Pulse
     proxies: Proxies
 
-    def __init__(self, loaded: LoadedConfig, listeners: Listeners) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, listeners: Listeners, carried: Carried | None = None
+    ) -> None:
+        """`carried`: from the program before us; then `listeners` are its own too."""
         self.loaded = loaded
+        self._carried = carried
         self.config = loaded.config
         self.listeners = listeners
         self.state_dir = state_dir(self.config.server)
@@ -98,23 +109,33 @@ class Box:
         self.control = Control(self.operator, self.config.server.control_group)
         self.from_proxies = FromProxies(self)
         self._running: set[asyncio.Task[None]] = set()
-        self._serial = 0
+        self.serial = 0  # of the last snapshot
         self._watchdog_at = 0.0
         self._persist: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+        self._hand_over = asyncio.Event()
         self.stop_reason = ""
 
     # -- life -------------------------------------------------------------------------------------
 
-    async def run(self) -> int:
+    async def run(self) -> int | dict[str, Any]:
+        """Returns the exit code, or the state with which a new program is to go on."""
         loop = asyncio.get_running_loop()
+        carried = self._carried
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hup)
         loop.add_signal_handler(signal.SIGUSR1, self.reread)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OUR_SIGNALS)
         self.family.start_reaper()
+        if carried:
+            self.events.restore(carried.inner["events"])
+            self.logs.restore(carried.state["logs"])
+            self.probe.restore(carried.inner["probe"])
         if isinstance(self.launcher, ZygoteLauncher):
+            if carried and carried.state["zygotes"]:
+                self.launcher.restore(carried.state["zygotes"])
             self.launcher.start({m.python for m in self.config.models.values()} or {""})
         self.probe.start()
         self.proxies = Proxies(
@@ -126,18 +147,48 @@ class Box:
             self.from_proxies.gone,
             on_note=log.warning,
         )
-        self.proxies.start()
-        await self._set_up_fleet()
+        if carried:
+            self.proxies.restore(carried.state["proxies"])
+        else:
+            self.proxies.start()
+        await self._set_up_fleet(carried)
+        self._carried = None
         await self.control.serve(self.listeners.control)
         loop.create_task(self._say_ready()).add_done_callback(lambda task: task.result())
         beat = loop.create_task(self.pulse.run())
         stopped = loop.create_task(self._stop.wait())
-        await asyncio.wait((beat, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if beat.done():
-            beat.result()  # a defect in the loop itself: let it be seen
+        while not stopped.done():
+            asked = loop.create_task(self._hand_over.wait())
+            await asyncio.wait((beat, stopped, asked), return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            if beat.done():
+                beat.result()  # a defect in the loop itself: let it be seen
+            if self._hand_over.is_set() and not stopped.done() and (state := await self._let_go()):
+                beat.cancel()
+                return state
         code = await self._leave()
         beat.cancel()
         return code
+
+    async def _let_go(self) -> dict[str, Any] | None:
+        """Everything in a state that a new program can go on from; None if that can't be now."""
+        self._hand_over.clear()
+        self.notify.reloading()
+        await self.control.close()  # the one who asked still gets the answer
+        self.probe.stop()
+        await self.probe.stopped(1.0)
+        until = time.monotonic() + HAND_OVER_S
+        while why := handover.obstacle(self)[0] or self.from_proxies.busy():
+            if self._stop.is_set() or time.monotonic() > until:
+                self.runtime.tell("reexec", f"given up, nothing has changed: {why}", "error")
+                self.probe.start()
+                await self.control.serve(self.listeners.control)
+                self.notify.ready()
+                return None
+            await asyncio.sleep(0.01)
+        self.save_now()
+        self.family.stop_reaper()
+        return handover.export(self)
 
     async def _say_ready(self) -> None:
         """Port and control socket answer; the models may still be loading."""
@@ -145,9 +196,9 @@ class Box:
         self.notify.ready(f"listening on {self.listeners.address}")
         log.info("listening on %s, control %s", self.listeners.address, self.listeners.control_path)
 
-    async def _set_up_fleet(self) -> None:
+    async def _set_up_fleet(self, carried: Carried | None) -> None:
         now = time.monotonic()
-        places = await devices_here(self.config, self.probe)
+        places = carried.places if carried else await devices_here(self.config, self.probe)
         self.cpus = {name: cpu for name, (_, cpu) in places.items() if cpu is not None}
         self.fleet = Fleet(
             self.config,
@@ -157,8 +208,9 @@ class Box:
             rng=random.Random(),
             now=now,
         )
-        saved = self.store.load()
-        if saved is not None:
+        if carried:
+            carried.restore_fleet(self)
+        elif (saved := self.store.load()) is not None:
             self.poison = Poison(saved.poisoned)
             for words in restore(self.fleet, saved, now):
                 log.warning("%s", words)
@@ -186,6 +238,9 @@ class Box:
         )
         if not self.fleet.slots:
             log.error("no slot: no device has room for a worker of any model")
+        if carried:
+            carried.restore_workers(self)
+            await asyncio.sleep(0.01)  # what was said meanwhile is heard before anybody is judged
         self.pulse.turn()
 
     async def _leave(self) -> int:
@@ -269,8 +324,22 @@ class Box:
         running.add_done_callback(self._running.discard)
         return task.id
 
-    def reexec_soon(self) -> None:
-        raise NotImplementedError
+    async def reexec(self) -> None:
+        """Go on with new code as soon as this is answered. Raises CommandError."""
+        self._refuse_reexec()
+        try:
+            await handover.rehearse()
+        except ReexecError as error:
+            raise Conflict(str(error)) from error
+        self._refuse_reexec()
+        self._hand_over.set()
+
+    def _refuse_reexec(self) -> None:
+        why, change = handover.obstacle(self)
+        if self._hand_over.is_set() or self._stop.is_set():
+            why = "gpusup is stopping or being upgraded already"
+        if why:
+            raise Conflict(f"not now: {why}", change=change)
 
     # -- what the runtime asks for ----------------------------------------------------------------
 
@@ -299,7 +368,7 @@ class Box:
             profile_path=str(profile),
             held=launch.held,
             held_context=launch.held_context,
-            env=dict(a.config.env),
+            env={"GPUSUP_PIXELS": str(self.config.server.pixels), **a.config.env},
             keep_alive=self.config.supervision.keep_alive,
             canary_idle=self.config.supervision.canary_idle,
             canary_limit=self.config.supervision.canary_limit,
@@ -311,10 +380,10 @@ class Box:
         self.notify.status(f"{state}{': ' if reason else ''}{reason}")
 
     def snapshot(self) -> wire.Snapshot:
-        self._serial += 1
+        self.serial += 1
         return view.snapshot(
             self.fleet,
-            serial=self._serial,
+            serial=self.serial,
             run_dir=str(self.listeners.run_dir),
             devices=self.pulse.infos,
             poisoned=self.poison.refused(),

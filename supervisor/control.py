@@ -193,7 +193,7 @@ class Control:
     # -- the socket ------------------------------------------------------------------------------
 
     async def serve(self, listener: socket.socket) -> None:
-        """Answer on a listening Unix socket until `close`."""
+        """Answer on a listening Unix socket until `close`. The socket stays the caller's."""
         app = web.Application(client_max_size=_BODY_LIMIT)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(
@@ -204,7 +204,8 @@ class Control:
             shutdown_timeout=1.0,
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        # A copy, because a server closes its socket when it ends, and this one may serve again.
+        await web.SockSite(self._runner, listener.dup()).start()
 
     async def close(self) -> None:
         if self._runner:

@@ -292,6 +292,14 @@ class Baselines:
             self._lowest[sample.name] = min(idle, self._lowest.get(sample.name, idle))
             self._totals[sample.name] = sample.total or 0
 
+    def export(self) -> dict[str, tuple[int, int]]:
+        return {name: (lowest, self._totals[name]) for name, lowest in self._lowest.items()}
+
+    def restore(self, exported: Mapping[str, Sequence[int]]) -> None:
+        """With workers on it a device is never seen idle again."""
+        for name, (lowest, total) in exported.items():
+            self._lowest[name], self._totals[name] = lowest, total
+
     def baseline(self, device: str) -> int | None:
         return self._lowest.get(device)
 

@@ -195,6 +195,11 @@ class Fleet:
             del self.changes[oldest]
         return self.advance(now)
 
+    @property
+    def serial(self) -> int:
+        """Of the last change."""
+        return self._serial
+
     def next_serial(self, at_least: int) -> None:
         self._serial = max(self._serial, at_least)
 
@@ -224,15 +229,11 @@ class Fleet:
         assignment = Assignment(model=name, version=config.version, config=config)
         self.models[name] = ModelRecord(assignment, loaded=not config.on_demand, last_used=now)
 
+    def new_slot(self, name: str, device: str, model: str, *, fallback: bool) -> Slot:
+        return Slot(name, device, model, self.config.supervision, self._rng, fallback=fallback)
+
     def _add_slot(self, place: SlotPlace) -> None:
-        slot = Slot(
-            place.name,
-            place.device,
-            place.model,
-            self.config.supervision,
-            self._rng,
-            fallback=place.fallback,
-        )
+        slot = self.new_slot(place.name, place.device, place.model, fallback=place.fallback)
         record = self.models[place.model]
         slot.wanted = record.current if record.loaded else None
         self.slots[place.name] = slot

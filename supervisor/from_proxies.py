@@ -20,6 +20,10 @@ class FromProxies:
         self._box = box
         self._asks: set[asyncio.Task[None]] = set()
 
+    def busy(self) -> str:
+        """Why an upgrade has to wait, or ""."""
+        return "a proxy waits for an answer" if self._asks else ""
+
     def gone(self, proxy: str) -> None:
         self._box.tallies.proxy_gone(proxy)
         if hasattr(self._box, "fleet"):

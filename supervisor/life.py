@@ -8,8 +8,11 @@ of each batch against its budget, bytes moved while loading. A late beat alone m
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final, NamedTuple, assert_never
+from typing import Any, Final, NamedTuple, assert_never
+
+import msgspec
 
 from gpusup.conf.schema import SupervisionConfig
 from gpusup.worker import wire
@@ -79,6 +82,14 @@ class IllegalMove(Exception):
 class Outcome(NamedTuple):
     cause: Cause
     text: str
+
+
+#: What `export` takes along as it is.
+_PLAIN: Final = (
+    "slot", "device", "generation", "held", "moves_made", "since", "pid", "phase", "load_done",
+    "load_total", "graphs", "peaks", "why_suspect", "holders", "ready_at", "exited", "_deadline",
+    "_judge_after", "_steps", "_dumping",
+)  # fmt: skip
 
 
 class Life:
@@ -250,6 +261,35 @@ class Life:
         """The judge itself was stopped for a while: nobody is late because of that."""
         self._deadline += seconds
         self._judge_after = now + self.config.suspect_after
+
+    # -- an upgrade in place ----------------------------------------------------------------------
+
+    def export(self) -> dict[str, Any]:
+        """All of it as builtins, but for what it was made with: assignment and configuration."""
+        return {name: getattr(self, name) for name in _PLAIN} | {
+            "state": str(self.state),
+            "story": [[m.at, str(m.before), m.cause, str(m.after)] for m in self.story],
+            "info": msgspec.to_builtins(self.info),
+            "memory": msgspec.to_builtins(self.memory),
+            "outcome": self.outcome and [str(self.outcome.cause), self.outcome.text],
+            "verdict": self._verdict and [str(self._verdict.cause), self._verdict.text],
+        }
+
+    @classmethod
+    def restore(
+        cls, exported: Mapping[str, Any], assignment: Assignment, config: SupervisionConfig
+    ) -> Life:
+        e = exported
+        life = cls(e["slot"], e["device"], e["generation"], assignment, config, 0.0)
+        for name in _PLAIN:
+            setattr(life, name, e[name])
+        life.state = State(e["state"])
+        life.story.extend(Move(at, State(b), why, State(a)) for at, b, why, a in e["story"])
+        life.info = msgspec.convert(e["info"], wire.WorkerReady | None)
+        life.memory = msgspec.convert(e["memory"], wire.Memory)
+        life.outcome = Outcome(Cause(e["outcome"][0]), e["outcome"][1]) if e["outcome"] else None
+        life._verdict = Outcome(Cause(e["verdict"][0]), e["verdict"][1]) if e["verdict"] else None
+        return life
 
     # -- parts ------------------------------------------------------------------------------------
 

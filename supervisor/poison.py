@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 DEATHS: Final = 2
 KEPT: Final = 1024
@@ -32,6 +32,17 @@ class Poison:
         while len(self._refused) > KEPT:
             self._refused.popitem(last=False)
         return True
+
+    def export(self) -> list[Any]:
+        deaths = [[key, [list(worker) for worker in at]] for key, at in self._deaths.items()]
+        return [deaths, list(self._refused)]
+
+    @classmethod
+    def restore(cls, exported: list[Any]) -> Poison:
+        poison = cls(exported[1])
+        for key, at in exported[0]:
+            poison._deaths[key] = {(slot, generation) for slot, generation in at}
+        return poison
 
     def refused(self) -> tuple[str, ...]:
         return tuple(self._refused)

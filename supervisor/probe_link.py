@@ -15,9 +15,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from gpusup.conf.schema import DevicesConfig, ProbeConfig
 from gpusup.worker.frame import pack
@@ -156,6 +156,13 @@ class ProbeLink:
 
     def devices(self) -> tuple[str, ...]:
         return tuple(self._samples)
+
+    def export(self) -> dict[str, str]:
+        """Which devices are in trouble: without it the end of the trouble would pass unseen."""
+        return {name: verdict for name, verdict in self._troubled.items() if verdict != "none"}
+
+    def restore(self, exported: Mapping[str, Any]) -> None:
+        self._troubled.update(exported)
 
     def stop(self) -> None:
         """Let go of the driver. Doesn't wait; the probe is killed and collected when it dies."""

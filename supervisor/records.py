@@ -37,6 +37,13 @@ class Events:
         }
         self._ring.append(event)
 
+    def export(self) -> list[dict[str, Any]]:
+        return list(self._ring)
+
+    def restore(self, exported: list[dict[str, Any]]) -> None:
+        self._ring.extend(exported)
+        self._serial = exported[-1]["serial"] if exported else 0
+
     def since(self, serial: int = 0) -> list[dict[str, Any]]:
         return [event for event in self._ring if event["serial"] > serial]
 

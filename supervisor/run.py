@@ -6,19 +6,28 @@ import argparse
 import asyncio
 import faulthandler
 import gc
+import logging
 import os
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import setproctitle
 
-from gpusup.conf.load import ConfigError, load_file
+from gpusup.conf.load import ConfigError, LoadedConfig, load_file
 from gpusup.conf.log import set_up
 from gpusup.conf.places import run_dir, state_dir
 
 from .exit_codes import USAGE
-from .listen import ListenError, open_all
+from .listen import ListenError, Listeners, open_all
+from .reexec import ReexecError, hand_over, pick_up
+
+if TYPE_CHECKING:
+    from .handover import Carried
+
+log = logging.getLogger("gpusup.supervisor")
 
 #: Found without a name given, in this order.
 USUAL: Final = (Path("/etc/gpusup/gpusup.toml"),)
@@ -39,6 +48,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     path = args.config or args.named
     try:
+        state = pick_up()
+    except ReexecError as error:
+        return _refuse(str(error))
+    if state is not None:
+        return _go_on(path, state)
+    try:
         loaded = load_file(path)
     except ConfigError as error:
         return _refuse(*error.lines)
@@ -53,29 +68,62 @@ def run(args: argparse.Namespace) -> int:
         )
     except ListenError as error:
         return _refuse(str(error))
-    from .box import Box, open_state_dir
+    from .box import open_state_dir
     from .family import become_subreaper
 
-    state = state_dir(config.server)
+    folder = state_dir(config.server)
     try:
-        open_state_dir(state)
+        open_state_dir(folder)
         become_subreaper()
     except OSError as error:
         listeners.close()
-        return _refuse(f"cannot use state directory {state}: {error.strerror}")
+        return _refuse(f"cannot use state directory {folder}: {error.strerror}")
     # We hold the lock, so workers that these files belonged to are gone.
     for stale in listeners.run_dir.glob("*.*.sock"):
         stale.unlink(missing_ok=True)
-    set_up(config.log, "supervisor")
+    return _serve(loaded, listeners, None)
+
+
+def _go_on(path: Path | None, state: dict[str, Any]) -> int:
+    """In the place of the program before us: nothing is opened, nothing is started."""
+    from .family import become_subreaper
+    from .handover import Carried
+
+    setproctitle.setproctitle("gpusup: supervisor")
+    become_subreaper()
+    carried = Carried(state)
+    # The file may say something else by now; that is for reload-config to find.
+    base = path.parent.absolute() if path else Path.cwd()
+    loaded = LoadedConfig(config=carried.config, path=path.absolute() if path else None, base=base)
+    return _serve(loaded, Listeners.restore(state["listeners"]), carried)
+
+
+def _serve(loaded: LoadedConfig, listeners: Listeners, carried: Carried | None) -> int:
+    from .box import OUR_SIGNALS, Box
+    from .handover import Carried
+
+    set_up(loaded.config.log, "supervisor")
     faulthandler.enable()
     # Everything made so far lives as long as the process: the collector need not look at it.
     gc.collect()
     gc.freeze()
 
-    async def serve() -> int:
-        return await Box(loaded, listeners).run()
+    async def serve() -> tuple[int | dict[str, Any], LoadedConfig]:
+        box = Box(loaded, listeners, carried)
+        return await box.run(), box.loaded
 
-    return asyncio.run(serve())
+    while True:
+        result, loaded = asyncio.run(serve())
+        if isinstance(result, int):
+            return result
+        signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
+        try:
+            hand_over(result)
+        except ReexecError as error:
+            log.error("%s; the old code goes on", error)
+        carried = Carried(result)
+        listeners = Listeners.restore(result["listeners"])
+        loaded = replace(loaded, config=carried.config)
 
 
 def _refuse(*lines: str) -> int:

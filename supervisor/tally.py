@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from gpusup.conf.metrics import METRICS
 from gpusup.worker.wire import Counters
 
@@ -151,6 +153,35 @@ class Tally:
 
     def value(self, name: str, labels: Labels = ()) -> float:
         return self.counters.get(name, {}).get(labels, 0.0)
+
+    # -- an upgrade in place ----------------------------------------------------------------------
+
+    def export(self) -> dict[str, Any]:
+        return {
+            "counters": {n: [[list(k), v] for k, v in s.items()] for n, s in self.counters.items()},
+            "histograms": {
+                n: [[list(k), h.counts, h.sum] for k, h in s.items()]
+                for n, s in self.histograms.items()
+            },
+            "reports": msgspec.to_builtins(self.reports),
+            "stats": [[*key, msgspec.to_builtins(stats)] for key, stats in self._stats.items()],
+            "workers": msgspec.to_builtins(self._workers),
+            "executed": [[*key, count] for key, count in self._executed.items()],
+        }
+
+    def restore(self, exported: Mapping[str, Any]) -> None:
+        for name, rows in exported["counters"].items():
+            self.counters[name] = {tuple(labels): value for labels, value in rows}
+        for name, rows in exported["histograms"].items():
+            self.histograms[name] = {
+                tuple(k): Histogram(counts, total) for k, counts, total in rows
+            }
+        self.reports = msgspec.convert(exported["reports"], dict[str, ProxyReport])
+        for model, version, stats in exported["stats"]:
+            self._stats[model, version] = msgspec.convert(stats, _Stats)
+        self._workers = msgspec.convert(exported["workers"], dict[str, tuple[int, Counters]])
+        for model, version, count in exported["executed"]:
+            self._executed[model, version] = count
 
     def _from_metrics(self, model: str, version: str) -> _Stats:
         """What the metrics know of a version whose proxies report no statistics of their own.
