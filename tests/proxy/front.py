@@ -197,6 +197,7 @@ async def front(
         yield made
     finally:
         await runner.cleanup()
+        sock.close()
         await world.close()
 
 
