@@ -30,9 +30,12 @@ def claim(run_dir: Path) -> list[int]:
     """Mark all that is started from now on as ours, and end what a predecessor has left behind.
 
     Only for who holds the lock of `run_dir`: whoever else started something there is dead.
-    Returns the processes that were ended.
+    Returns the processes that were ended. After an upgrade in place all is marked already, and
+    nothing is ended.
     """
     place = f"{zlib.crc32(os.fsencode(run_dir.resolve())):08x}"
+    if token().startswith(f"{place}.{os.getpid()}-"):
+        return []
     ended = end(f"{place}.")
     os.environ[RUN_MARKER] = f"{place}.{os.getpid()}-{time.monotonic_ns():x}"
     return ended

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import grp
 import io
 import json
 import os
+import shutil
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -178,3 +180,35 @@ async def test_a_huge_body_is_refused_with_the_limit(client: aiohttp.ClientSessi
     async with client.post("/slots/gpu0/cordon", data=io.BytesIO(b"x" * 2_000_000)) as response:
         assert response.status == 413
         assert "1048576 bytes" in (await response.json())["error"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("curl"), reason="needs root and curl")
+@pytest.mark.parametrize(("group", "status"), [("", 403), ("nosuchgroup", 403), ("mine", 200)])
+async def test_another_user_may_look_and_with_the_group_also_change(
+    commands: FakeCommands, group: str, status: int
+) -> None:
+    stranger = 65534
+    if group == "mine":
+        group = grp.getgrgid(stranger).gr_name
+    control = Control(commands, group)
+    listener = socket.socket(socket.AF_UNIX)
+    Path(PATH).unlink(missing_ok=True)  # noqa: ASYNC240
+    listener.bind(PATH)
+    os.chmod(PATH, 0o666)
+    listener.listen()
+    await control.serve(listener)
+
+    async def call(*words: str) -> int:
+        curl = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "--unix-socket", PATH]
+        process = await asyncio.create_subprocess_exec(
+            *curl, *words, stdout=asyncio.subprocess.PIPE, user=stranger, group=0,
+            extra_groups=[stranger],
+        )  # fmt: skip
+        out, _ = await process.communicate()
+        return int(out)
+
+    assert await call("http://x/status") == 200
+    assert await call("-X", "POST", "http://x/slots/gpu0/uncordon") == status
+    await control.close()
+    listener.close()
+    os.unlink(PATH)

@@ -96,6 +96,7 @@ async def test_a_new_supervisor_ends_what_the_one_before_it_left(tmp_path: Path)
 def test_a_janitor_does_not_touch_the_next_supervisor_s_processes(tmp_path: Path) -> None:
     claim(tmp_path)
     first = token()
+    del os.environ[RUN_MARKER]
     claim(tmp_path)
     assert token() != first
     assert token().split(".")[0] == first.split(".")[0]
@@ -105,6 +106,16 @@ def test_a_janitor_does_not_touch_the_next_supervisor_s_processes(tmp_path: Path
         assert alive(process.pid)
         assert end(token()) == [process.pid]
         assert process.wait() == -signal.SIGKILL
+
+
+def test_after_an_upgrade_in_place_a_claim_ends_nothing(tmp_path: Path) -> None:
+    claim(tmp_path)
+    first = token()
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        assert claim(tmp_path) == []
+        assert token() == first
+        assert alive(process.pid)
+        process.kill()
 
 
 def test_before_a_claim_nothing_is_marked() -> None:
