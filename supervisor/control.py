@@ -19,6 +19,7 @@ import pwd
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -36,6 +37,7 @@ _WAIT_LIMIT_S: Final = 300.0
 _LOOK_AGAIN_S: Final = 0.05
 _FOLLOW_S: Final = 0.25
 _SO_PEERGROUPS: Final = 59
+_GROUPS_BYTES: Final = 1024  # the most that getsockopt takes here
 
 Answer = tuple[int, str, bytes]
 
@@ -238,7 +240,7 @@ class Control:
         admin = uid in (0, os.geteuid())
         if not admin and self._group:
             try:
-                admin = grp.getgrnam(self._group).gr_gid in _groups_of(sock, gid)
+                admin = grp.getgrnam(self._group).gr_gid in _groups_of(sock, uid, gid)
             except KeyError:
                 admin = False
         return Caller(name=_user_name(uid), admin=admin)
@@ -309,11 +311,13 @@ def _integer(call: _Call, name: str, default: int) -> int:
     return int(_number(call.query[name], name)) if name in call.query else default
 
 
-def _groups_of(sock: socket.socket, gid: int) -> set[int]:
-    """The groups the peer had when it connected."""
+def _groups_of(sock: socket.socket, uid: int, gid: int) -> set[int]:
+    """The groups the peer had when it connected; of one with very many, those it has by name."""
     try:
-        data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * 1024)
+        data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
     except OSError:
+        with suppress(KeyError):
+            return {gid, *os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)}
         return {gid}
     return {gid, *struct.unpack(f"{len(data) // 4}I", data)}
 
