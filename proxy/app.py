@@ -204,7 +204,8 @@ def make_runner(app: web.Application, door: Door) -> web.AppRunner:
 
 
 class Site(web.BaseSite):
-    """The inherited listening socket. Beyond `most` connections the kernel's backlog waits."""
+    """The inherited listening socket. Beyond `most` connections the kernel's backlog waits; a client
+    that takes nothing of its answer for `unread_s` is dropped (0: never)."""
 
     def __init__(
         self,
@@ -212,11 +213,13 @@ class Site(web.BaseSite):
         sock: socket.socket,
         *,
         most: int,
+        unread_s: float = 0.0,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(runner, ssl_context=ssl_context)
         self._sock = sock
         self._most = most
+        self._unread_ms = int(unread_s * 1000)
         self._accepting = False
         self._opening: set[asyncio.Task[None]] = set()
         self._later: asyncio.TimerHandle | None = None
@@ -266,6 +269,10 @@ class Site(web.BaseSite):
                 self._pause(0.5)
                 return
             sock.setblocking(False)
+            if self._unread_ms and sock.family != socket.AF_UNIX:
+                # Who takes nothing of an answer for so long is dropped, by the kernel.
+                with suppress(OSError):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unread_ms)
             task = loop.create_task(self._open(sock))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)

@@ -155,7 +155,7 @@ class Dispatcher:
             raise ModelNotFound(f"model {call.model!r} has no version {call.version!r}")
         if self.snapshot.draining:
             raise Draining("the server is draining", retry_after_s=served.soon(self._rng))
-        if self._poisoned and call.input_hash(self._arena.memory) in self._poisoned:
+        if self._poisoned and call.is_one_of(self._poisoned, self._arena.memory):
             self._counts.add("gpusup_refused_total", ("poisoned",))
             raise InputRefused("this input was running when two workers died; it is not run again")
         now = time.monotonic()

@@ -98,6 +98,7 @@ class Process:
             self._runner,
             self._listener,
             most=server.connections,
+            unread_s=server.write_timeout,
             ssl_context=self._tls.context if self._tls else None,
         )
         await self._site.start()
