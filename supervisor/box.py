@@ -103,7 +103,8 @@ class Box:
             devices=self.config.devices,
             family=self.family,
         )
-        self.check_model = ModelCheck(self.family, self._on_check)
+        fork = self.launcher.check if isinstance(self.launcher, ZygoteLauncher) else None
+        self.check_model = ModelCheck(self.family, self._on_check, fork)
         self.reclaimer = Reclaimer(self)
         self.operator = Operator(self)
         self.control = Control(self.operator, self.config.server.control_group)

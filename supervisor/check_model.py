@@ -6,6 +6,8 @@ Also the first guess of what a worker will take, from the size of its weights.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +20,9 @@ from gpusup.conf.places import weights_of
 
 from .actions import Assignment
 from .family import Family, clean_env
+
+#: (interpreter, question, descriptor for the answer, told the pid or 0) -> whether it can.
+Fork = Callable[[str, bytes, int, Callable[[int], None]], bool]
 
 CHECK_LIMIT_S: Final = 120.0
 #: Without a file to look at: a context and a small model.
@@ -32,14 +37,19 @@ def size_of(assignment: Assignment, kind: str) -> int:
     with suppress(OSError):
         if weights and Path(weights).is_file():
             return base + Path(weights).stat().st_size
+        if weights:  # shards in a folder
+            return base + sum(f.stat().st_size for f in Path(weights).glob("*.safetensors"))
     return base
 
 
 class ModelCheck:
-    def __init__(self, family: Family, on_done: Callable[[str, str], None]) -> None:
-        """`on_done(change, problem)`, problem "" if all is well."""
+    def __init__(
+        self, family: Family, on_done: Callable[[str, str], None], fork: Fork | None = None
+    ) -> None:
+        """`on_done(change, problem)`, problem "" if all is well. `fork`: ZygoteLauncher.check."""
         self._family = family
         self._on_done = on_done
+        self._fork = fork
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, change: str, assignment: Assignment) -> None:
@@ -61,6 +71,55 @@ class ModelCheck:
         self._on_done(change, problem)
 
     async def _ask(self, assignment: Assignment) -> str:
+        question = msgspec.msgpack.encode(
+            {
+                "model": assignment.model,
+                "config": msgspec.to_builtins(assignment.config),
+                "version": assignment.version,
+            }
+        )
+        answer = await self._ask_fork(assignment.config.python, question)
+        return await self._ask_exec(assignment, question) if answer is None else answer
+
+    async def _ask_fork(self, python: str, question: bytes) -> str | None:
+        """The quick way; None if there is no zygote for it."""
+        if self._fork is None:
+            return None
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[int] = loop.create_future()
+        ended: asyncio.Future[tuple[int, str]] = loop.create_future()
+
+        def on_pid(pid: int) -> None:
+            if pid:
+                self._family.adopt(pid)
+                self._family.watch(pid, lambda *end: ended.done() or ended.set_result(end))
+            if not started.done():
+                started.set_result(pid)
+            elif pid:
+                _kill(pid)  # nobody waits for it any more
+
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            forked = self._fork(python, question, write_fd, on_pid)
+        finally:
+            os.close(write_fd)
+        pid = 0
+        try:
+            pid = await started if forked else 0
+            if not pid:
+                return None
+            returncode, words = await ended
+            # The answer is shorter than a pipe is long, so it is all there by now.
+            return _answer(os.read(read_fd, 65536), returncode, words)
+        except asyncio.CancelledError:
+            started.cancel()
+            if pid:
+                _kill(pid)
+            raise
+        finally:
+            os.close(read_fd)
+
+    async def _ask_exec(self, assignment: Assignment, question: bytes) -> str:
         config = assignment.config
         process = await asyncio.create_subprocess_exec(
             config.python or sys.executable,
@@ -72,16 +131,23 @@ class ModelCheck:
             env=clean_env({**config.env, "CUDA_VISIBLE_DEVICES": ""}),
         )
         self._family.adopt(process.pid)
-        asked = {"config": msgspec.to_builtins(config), "version": assignment.version}
         try:
-            out, err = await process.communicate(msgspec.msgpack.encode(asked))
+            out, err = await process.communicate(question)
         except asyncio.CancelledError:
             with suppress(ProcessLookupError):
                 process.kill()
             raise
-        try:
-            answer = msgspec.json.decode(out)
-        except msgspec.DecodeError:
-            last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            return f"the check ended with exit {process.returncode}: {last[0][:300]}"
-        return str(answer["problem"])
+        last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        return _answer(out, process.returncode or 0, last[0][:300])
+
+
+def _answer(out: bytes, returncode: int, words: str) -> str:
+    try:
+        return str(msgspec.json.decode(out)["problem"])
+    except msgspec.DecodeError:
+        return f"the check ended with exit {returncode}{f': {words}' if words else ''}"
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -79,6 +79,7 @@ class Zygote:
         self._loop = asyncio.get_running_loop()
         self._serials = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
+        self._checks: dict[int, Callable[[int], None]] = {}
         self._channel: Channel | None = None
         self._output: OutputReader | None = None
         self._watch: Watch | None = None
@@ -131,6 +132,21 @@ class Zygote:
         os.close(write_fd)
         if self.ready:
             self._loop.call_later(SPAWN_LIMIT_S, self._overdue, serial)
+
+    def check(self, question: bytes, answer_fd: int, on_pid: Callable[[int], None]) -> bool:
+        """Fork a look at a model (worker/precheck.py), whose answer goes to `answer_fd`.
+
+        False: there is no zygote that could. Else `on_pid` is told the process, or 0 if there is
+        none after all.
+        """
+        if self._channel is None or self._channel.closed or not self.ready:
+            return False
+        serial = next(self._serials)
+        self._checks[serial] = on_pid
+        # A worker's two descriptors are expected; a check has no progress page.
+        self._channel.send(wire.encode(Spawn(serial, question, check=True)), [answer_fd, answer_fd])
+        self._loop.call_later(SPAWN_LIMIT_S, self._overdue, serial)
+        return True
 
     def close(self) -> None:
         """End the zygote. Its workers live on."""
@@ -195,12 +211,17 @@ class Zygote:
             case Spawned(serial=serial, pid=pid):
                 self._spawned(serial, pid)
             case SpawnRefused(serial=serial, text=text):
+                if check := self._checks.pop(serial, None):
+                    check(0)
                 pending = self._pending.pop(serial, None)
                 if pending:
                     self._on_note(f"zygote {self.python} refused: {text}")
                     self._exec(pending)
 
     def _spawned(self, serial: int, pid: int) -> None:
+        if check := self._checks.pop(serial, None):
+            check(pid)
+            return
         pending = self._pending.pop(serial, None)
         if pending:
             pending.on_started(pid)
@@ -219,7 +240,7 @@ class Zygote:
             self._loop.call_soon(pending.on_failed, "ended before it was started")
 
     def _overdue(self, serial: int) -> None:
-        if serial in self._pending:
+        if serial in self._pending or serial in self._checks:
             self._kill(f"zygote {self.python} forked nothing for {SPAWN_LIMIT_S:g} s")
 
     def _too_slow(self, pid: int) -> None:
@@ -250,6 +271,9 @@ class Zygote:
             return
         how = words or f"exit {returncode}"
         self._on_note(f"zygote {self.python} ended ({how}){'' if was_ready else ' while starting'}")
+        checks, self._checks = list(self._checks.values()), {}
+        for check in checks:
+            check(0)
         waiting, self._pending = list(self._pending.values()), {}
         for pending in waiting:
             self._exec(pending)
@@ -320,6 +344,11 @@ class ZygoteLauncher:
         )
         self._of(python).spawn(_Pending(worker, spec, on_started, on_failed))
         return worker
+
+    def check(
+        self, python: str, question: bytes, answer_fd: int, on_pid: Callable[[int], None]
+    ) -> bool:
+        return self._of(python).check(question, answer_fd, on_pid)
 
     def adopt(self, exported: Mapping[str, Any], on_exit: OnExit) -> WorkerProcess:
         return self._exec.adopt(exported, on_exit)

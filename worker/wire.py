@@ -310,6 +310,9 @@ class Spawn(Struct, frozen=True, tag="spawn", tag_field="t"):
 
     serial: int  # the supervisor's, to tell the answers apart
     spec: bytes  # a WorkerSpec; only the worker itself decodes it
+    #: Not a worker but a look at a model (precheck.py): `spec` is its question, and the answer goes
+    #: to the second descriptor.
+    check: bool = False
 
 
 class Spawned(Struct, frozen=True, tag="spawned", tag_field="t"):

@@ -27,7 +27,7 @@ from typing import Final, NoReturn
 
 import setproctitle
 
-from . import boot, wire
+from . import boot, precheck, wire
 from .frame import FrameDecoder, pack
 from .streams import complain
 
@@ -174,6 +174,12 @@ def become_worker(
 ) -> NoReturn:
     try:
         progress, output = descriptors
+        if request.check:
+            close_all_but({0, 1, 2, output})
+            wait_for(supervisor)
+            gc.enable()
+            boot.die_with_parent(supervisor)
+            precheck.answer_forked(request.spec, output)
         os.dup2(output, 1)
         os.dup2(output, 2)
         close_all_but({0, 1, 2, progress})

@@ -33,9 +33,7 @@ class Clients:
         self._service = service
         self._model = model
         self._over = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(x,)) for x in range(1, count + 1)
-        ]
+        self._threads = [threading.Thread(target=self._run, args=(x,)) for x in range(1, count + 1)]
 
     def __enter__(self) -> Clients:
         for thread in self._threads:
@@ -44,7 +42,10 @@ class Clients:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self._over.set()
         for thread in self._threads:
