@@ -12,7 +12,7 @@ import torch
 
 from . import wire
 from .batcher import Unit
-from .codec import encoded
+from .codec import encoded, sliced_part
 from .compute import Failure, failure_of
 from .crew import Crew
 from .entry import Entry
@@ -139,6 +139,7 @@ class _Batch:
     left: int = 1
     each: list[Any] | None = None
     lock: threading.Lock | None = None
+    arrays: list[tuple[str, str, Any]] | None = None
 
     def hand_over(self, units: Sequence[Unit], crew: Crew) -> None:
         """A share for each thread of the crew."""
@@ -215,6 +216,13 @@ class _Batch:
             if self.each is None:
                 self.each = outputs.each_row()
             return (encoded(self.owner._model.encode(self.each[at], entry.request)),)
+        if entry.request is None and not split and placed.fits:
+            # The whole batch is made ready once; an item is then only a slice of bytes.
+            arrays = self.arrays
+            if arrays is None:
+                arrays = self.arrays = outputs.arrays(self.owner._datatypes)
+            last = at + unit.rows
+            return tuple([sliced_part(name, kind, array[at:last]) for name, kind, array in arrays])
         piece = outputs.cut(at, unit.rows)
         if not placed.fits:
             key: Any = unit.key

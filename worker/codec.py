@@ -115,8 +115,13 @@ def bytes_of(name: str, data: memoryview | bytes, count: int) -> np.ndarray[Any,
 
 def part_of(name: str, value: Any, datatype: str = "") -> wire.Part:
     """An output with its rows as a part; cast to the declared `datatype` if it has another one."""
+    return sliced_part(name, *for_wire(name, value, datatype))
+
+
+def for_wire(name: str, value: Any, datatype: str = "") -> tuple[str, np.ndarray[Any, Any]]:
+    """The datatype's name, and an array of which any rows may be written by `sliced_part`."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
-        return _bytes_part(name, value)
+        return "BYTES", value
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     wanted = DTYPES.get(datatype)
     if wanted is not None and tensor.dtype is not wanted:
@@ -125,10 +130,16 @@ def part_of(name: str, value: Any, datatype: str = "") -> wire.Part:
     if known is None:
         raise TypeError(f"output {name!r} is {tensor.dtype}, which has no name on the wire")
     tensor = tensor.detach().contiguous()
-    shape = tuple(tensor.shape)
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)  # numpy knows no bfloat16
-    return wire.Part(name, tensor.numpy().tobytes(), datatype=known, shape=shape)
+    return known, tensor.numpy()
+
+
+def sliced_part(name: str, datatype: str, array: np.ndarray[Any, Any]) -> wire.Part:
+    """`array`: what `for_wire` gave, or some of its rows."""
+    if datatype == "BYTES":
+        return _bytes_part(name, array)
+    return wire.Part(name, array.tobytes(), datatype, array.shape)
 
 
 def _bytes_part(name: str, value: np.ndarray[Any, Any]) -> wire.Part:

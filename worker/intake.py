@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ from .pool import Key, TooLarge, choose, resized
 from .startup import Settings
 
 
+#: So many shapes are made buckets because they come often.
+_MOST_PROMOTED: Final = 5
+
+
 class Intake:
     def __init__(self, model: Any, settings: Settings) -> None:
         self._model = model
@@ -31,6 +35,7 @@ class Intake:
         self._through = bool(model.tensors_through_decode)
         self._keys: dict[tuple[Any, ...], tuple[Key, bool]] = {}
         self._raw = None if self._decodes else _fixed(settings.inputs)
+        self._promoted: set[tuple[tuple[int, ...], str]] = set()
         self._sizes_lock = threading.Lock()
         self._sizes: dict[tuple[int, ...], int] = {}
         self._registered: frozenset[int] = frozenset()
@@ -39,11 +44,25 @@ class Intake:
         """Connections whose arenas the device reads by itself."""
         self._registered = connections
 
+    def promote(self, key: Key) -> Key | None:
+        """Make a bucket of a shape that comes often, where the configuration names none."""
+        if self._settings.buckets or len(key.tensors) != 1 or len(self._promoted) >= _MOST_PROMOTED:
+            return None
+        name, shape, datatype = key.tensors[0]
+        if datatype == "BYTES" or key.degrade:
+            return None
+        self._promoted.add((shape, datatype))
+        self._keys.clear()
+        return Key(((name, shape, datatype),), key.degrade, key.extra, True)
+
     def needs_decode(self, item: wire.Item) -> bool:
         """Whether the model's `decode` is to see it: opaque bytes, mostly."""
         if self._through:
             return True
-        return self._decodes and not all(part.datatype for part in item.parts)
+        if not self._decodes:
+            return False
+        # A request comes as tensors or not; a mixture is for `decode` to sort out.
+        return any([not part.datatype for part in item.parts])
 
     def prepare(self, entry: Entry) -> None:
         """Set `entry.bucket` (a Key) and `entry.tensor` (Placed); `entry.request` too if it goes
@@ -53,7 +72,7 @@ class Intake:
             entry.request = request_of(item, entry.data)
             tensors = self._decoded(self._model.decode(entry.request))
             direct = False
-        elif item.parts and all(part.datatype for part in item.parts):
+        elif item.parts and item.parts[0].datatype:
             tensors = self._tensors(entry)
             direct = True
         else:
@@ -163,7 +182,7 @@ class Intake:
             max(rows, 0),
             true_size=shape,
             fits=fits,
-            registered=direct and self._in_arena(entry),
+            registered=direct and bool(self._registered) and self._in_arena(entry),
         )
 
     def _key(self, kind: tuple[Any, ...], degrade: str, extra: str) -> tuple[Key, bool]:
@@ -176,7 +195,8 @@ class Intake:
             degrade = ""
         settings = self._settings
         if len(listed) != 1 or listed[0][2] == "BYTES" or not settings.buckets:
-            return Key(listed, degrade, extra), True
+            pooled = len(listed) == 1 and listed[0][1:] in self._promoted
+            return Key(listed, degrade, extra, pooled), True
         name, shape, datatype = listed[0]
         bucket = choose(shape, settings.buckets, settings.fit)
         if bucket is not None:

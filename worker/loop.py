@@ -29,13 +29,15 @@ from .outputs import Outputs
 from .pace import Pace
 from .pool import Key, TooLarge
 from .running import Running, Work
-from .startup import Loaded
+from .startup import Loaded, ladder
 from .texts import Texts
 
 _log = logging.getLogger(__name__)
 
 #: An item may have at most so many batches' worth of rows.
 MOST_BATCHES: Final = 32
+#: After so many batches without a bucket a shape gets one.
+_OFTEN: Final = 32
 #: Longest sleep of the loop; between sleeps it looks at what nobody rings for.
 _LONGEST_S: Final = 1.0
 #: A wait shorter than this is not worth a sleep.
@@ -128,6 +130,7 @@ class Loop:
         self.chores: deque[Callable[[], None]] = deque()
         self._decoded: deque[tuple[Entry, Failure | None]] = deque()
         self._coming = 0
+        self._seen: dict[Key, int] = {}
         self._flights: deque[_Launched] = deque()
         self._active = time.monotonic()
         self._captured = self._active
@@ -357,6 +360,8 @@ class Loop:
 
     def _launch(self, units: list[Unit], now: float) -> None:
         key: Any = units[0].key
+        if not key.pooled and self._runner.depth > 1:
+            self._count(key)
         rows = 0
         pairs: list[tuple[int, int]] = []
         names: list[str] = []
@@ -381,6 +386,16 @@ class Loop:
             while self._flights:
                 self._land(self._flights.popleft())
             self._contain(key, units, rows, work, now, failure)
+
+    def _count(self, key: Key) -> None:
+        """A shape that comes often is worth a slab and graphs."""
+        if len(self._seen) > 1000:
+            self._seen.clear()
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] == _OFTEN:
+            bucket = self.intake.promote(key)
+            if bucket is not None:
+                self._runner.want_graphs(bucket, ladder(self.batcher.max_rows))
 
     def _land(self, launched: _Launched) -> None:
         failure: Failure | None = None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from . import wire
-from .codec import part_of
+from .codec import for_wire, sliced_part
 
 
 class WrongRows(Exception):
@@ -49,12 +49,16 @@ class Outputs:
             return list(by_row)
         return [dict(zip(self.names, row, strict=True)) for row in by_row]
 
-    def parts(self, declared: Mapping[str, str]) -> tuple[wire.Part, ...]:
-        """`declared`: datatype by output name, cast to where it differs."""
-        return tuple(
-            part_of(name, value, declared.get(name, ""))
+    def arrays(self, declared: Mapping[str, str]) -> list[tuple[str, str, Any]]:
+        """(name, datatype, array) ready for the wire; `declared`: datatype by output name, cast
+        to where it differs."""
+        return [
+            (name, *for_wire(name, value, declared.get(name, "")))
             for name, value in zip(self.names, self.values, strict=True)
-        )
+        ]
+
+    def parts(self, declared: Mapping[str, str]) -> tuple[wire.Part, ...]:
+        return tuple(sliced_part(*ready) for ready in self.arrays(declared))
 
     def trimmed(self, bucket: Sequence[int], true_size: Sequence[int]) -> Outputs:
         """Cut back what has the bucket's shape to the size the item had before it was padded."""
