@@ -57,6 +57,16 @@ PURE = {
     "proxy/routes.py",
     "proxy/queue.py",
     "proxy/v2.py",
+    "proxy/v2_checks.py",
+    "proxy/datatypes.py",
+    "proxy/jsoncheck.py",
+    "proxy/npy.py",
+    "proxy/raw_codec.py",
+    "proxy/accept.py",
+    "proxy/openai.py",
+    "proxy/images.py",
+    "proxy/compression.py",
+    "proxy/http_rules.py",
 }
 IMPURE = {"asyncio", "os", "signal", "socket", "subprocess", "threading", "time", "multiprocessing"}
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ CHECKS = (
 )
 
 
-def test_the_document_and_the_answers_agree(url: str) -> None:
+def test_the_document_and_the_answers_agree(url: str, tmp_path: Path) -> None:
     pytest.importorskip(
         "schemathesis",
         reason="schemathesis is not installed (tests/conformance/requirements.txt)",
@@ -26,7 +27,9 @@ def test_the_document_and_the_answers_agree(url: str) -> None:
         "--include-path-regex", "/(v1|livez|readyz|v2/health|v2/repository|v2/models$|v2/models/m)",
         "--suppress-health-check", "all", "--generation-database", "none", "--seed", "1",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
