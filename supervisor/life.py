@@ -61,6 +61,9 @@ ROUTED: Final = frozenset({State.READY, State.SUSPECT, State.DRAINING})
 #: In these a process may exist or its memory may not be back.
 OCCUPYING: Final = frozenset(State) - {State.GONE}
 
+#: A batch that has used its budget up to here is not about to end.
+_OVER: Final = 1.02
+
 _WARM_PHASES: Final = frozenset({"warm-up", "golden"})
 
 
@@ -158,14 +161,17 @@ class Life:
             case _:
                 return []
 
-    def kill(self, now: float, outcome: Outcome, *, dump: bool = False) -> list[Action]:
-        """End it now; with `dump` the stacks of all its threads go to its log first."""
+    def kill(
+        self, now: float, outcome: Outcome, *, dump: bool = False, dump_s: float | None = None
+    ) -> list[Action]:
+        """End it now; with `dump` the stacks of all its threads go to its log first, for which it
+        gets `dump_s` seconds (None: as configured)."""
         if self.state in (State.KILLING, State.UNKILLABLE, State.RECLAIMING, State.GONE):
             return []
         self._verdict = outcome
         self._enter(State.KILLING, now, outcome.text)
         if dump:
-            self._deadline = now + self.config.dump_wait
+            self._deadline = now + (self.config.dump_wait if dump_s is None else dump_s)
             self._dumping = True
             return [self._signal("USR2", outcome.text)]
         return self._kill_now(now, outcome.text)
@@ -338,9 +344,11 @@ class Life:
         beat_age = now - p.beat
         batch_age = now - p.batch_started if p.batch_started else 0.0
         over = p.batch_started > 0 and batch_age > p.batch_budget
-        if over and batch_age > max(p.batch_budget * 1.1, p.batch_budget + 0.05):
+        if over and batch_age > p.batch_budget * _OVER:
             text = f"a batch runs for {batch_age:.2f} s, its budget is {p.batch_budget:g} s"
-            return self.kill(now, Outcome(Cause.HANG, text), dump=True)
+            # Clients are answered within a fifth more than the budget, the dump included.
+            dump_s = min(c.dump_wait, max(0.02, p.batch_budget / 20))
+            return self.kill(now, Outcome(Cause.HANG, text), dump=True, dump_s=dump_s)
         if not p.batch_started and beat_age > c.beat_limit:
             text = f"no beat for {beat_age:.1f} s while idle, the limit is {c.beat_limit:g} s"
             return self.kill(now, Outcome(Cause.HANG, text), dump=True)

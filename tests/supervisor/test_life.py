@@ -62,10 +62,17 @@ def test_a_hang_is_found_although_the_beat_is_fine() -> None:
 
 def test_over_budget_is_suspect_first_and_dead_before_a_fifth_more_has_passed() -> None:
     life = ready()
-    life.handle(seen(20, batch_age=10.5), 20)
+    life.handle(seen(20, batch_age=10.1), 20)
     assert life.state is State.SUSPECT
-    life.handle(seen(21.2, batch_age=11.7), 21.2)
+    life.handle(seen(20.5, batch_age=10.6), 20.5)
     assert life.state is State.KILLING
+
+
+def test_a_small_budget_leaves_little_time_for_the_dump() -> None:
+    life = ready()
+    life.handle(seen(20, batch_age=1.03, budget=1.0), 20)
+    assert life.state is State.KILLING
+    assert names(life.tick(20.06)) == ["KILL"]
 
 
 def test_an_idle_worker_without_a_beat_is_killed_only_at_the_hard_limit() -> None:
