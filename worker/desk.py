@@ -18,6 +18,23 @@ _log = logging.getLogger(__name__)
 Pair = tuple[Entry, wire.Answer]
 
 
+class Bell:
+    """Wakes the loop from any thread; rung twice, it wakes once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        try:
+            self._lock.release()
+        except RuntimeError:
+            return  # it rings already
+
+    def wait(self, timeout: float) -> None:
+        self._lock.acquire(timeout=timeout)
+
+
 class Desk:
     """`ring` wakes the thread that computes. `budget_rows` is how many rows are taken at once."""
 

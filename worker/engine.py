@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from . import progress, wire
-from .desk import Desk, Pair
+from .desk import Bell, Desk, Pair
 from .entry import Entry, Fence
-from .loop import Bell, Loop
+from .loop import Loop
 from .running import Running
 from .startup import Loaded, Startup
 

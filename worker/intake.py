@@ -18,8 +18,7 @@ from .compute import Placed
 from .entry import Entry
 from .model import InvalidInput, Model, Tensor
 from .pool import Key, TooLarge, choose, resized
-from .startup import Settings
-
+from .settings import Settings
 
 #: So many shapes are made buckets because they come often.
 _MOST_PROMOTED: Final = 5

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,14 +21,15 @@ from .answers import Answers, Whole
 from .batcher import DEFAULT_RANK, Batcher, Unit
 from .compute import Containment, Failure, Flight, Placed, failure_of, one_line
 from .crew import Crew
-from .desk import Desk
+from .desk import Bell, Desk
 from .entry import Entry
 from .intake import Intake
 from .outputs import Outputs
 from .pace import Pace
 from .pool import Key, TooLarge
 from .running import Running, Work
-from .startup import Loaded, ladder
+from .settings import ladder
+from .startup import Loaded
 from .texts import Texts
 
 _log = logging.getLogger(__name__)
@@ -64,23 +64,6 @@ class Totals:
     rows: int = 0
     failures: int = 0
     busy_s: float = 0.0
-
-
-class Bell:
-    """Wakes the loop from any thread; rung twice, it wakes once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def ring(self) -> None:
-        try:
-            self._lock.release()
-        except RuntimeError:
-            return  # it rings already
-
-    def wait(self, timeout: float) -> None:
-        self._lock.acquire(timeout=timeout)
 
 
 class Loop:

@@ -137,7 +137,8 @@ def test_many_batches_in_flight_never_mix_their_rows(make: Make) -> None:
         for seed in range(turn % 8 + 1):
             (entry,) = served.offer([image(seed)])
             asked[entry.item.id] = seed
-        answers = served.wait(before + len(asked))
+        served.wait(before + len(asked))
+    answers = served.wait(before + len(asked))
     for number, seed in asked.items():
         if answers[number].status == "busy":
             continue

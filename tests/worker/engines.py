@@ -24,7 +24,7 @@ class Served:
     def __init__(
         self, handler: str, *, settings: dict[str, Any] | None = None, **more: Any
     ) -> None:
-        spec_fields = {
+        spec_fields: dict[str, Any] = {
             name: more.pop(name)
             for name in (
                 "profile_path", "memory_cap", "canary_idle", "device", "device_uuid", "held",
@@ -34,7 +34,12 @@ class Served:
         }  # fmt: skip
         if ":" not in handler:
             handler = f"{HANDLERS}:{handler}"
-        config = {"handler": handler, "settings": settings or {}, "max_rows": 8, **more}
+        config: dict[str, Any] = {
+            "handler": handler,
+            "settings": settings or {},
+            "max_rows": 8,
+            **more,
+        }
         base: dict[str, Any] = {"device": "cpu", "device_uuid": "", "canary_idle": 0.0}
         self.spec = wire.WorkerSpec(
             slot="cpu0",
@@ -77,7 +82,7 @@ class Served:
     def offer(
         self, *parts_lists: Sequence[wire.Part], connection: int = 1, **fields: Any
     ) -> list[Entry]:
-        entries = []
+        entries: list[Entry] = []
         for parts in parts_lists:
             self.serial += 1
             item = wire.Item(self.serial, tuple(parts), request_id=f"r{self.serial}", **fields)

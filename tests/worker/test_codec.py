@@ -141,7 +141,7 @@ def test_a_result_without_end_is_an_error() -> None:
 
 def request(*parts: wire.Part) -> Any:
     return request_of(
-        wire.Item(1, parts, params={"k": 1}, request_id="r"), lambda p: memoryview(p.data)
+        wire.Item(1, parts, params={"k": 1}, request_id="r"), lambda p: memoryview(data_of(p))
     )
 
 
