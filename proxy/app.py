@@ -31,6 +31,12 @@ _log: Final = logging.getLogger("gpusup.proxy.http")
 _LINGER_S: Final = 2.0
 
 
+#: Balancers ask for these several times a second.
+_UNLOGGED: Final = frozenset(
+    {"/livez", "/readyz", "/healthz", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}
+)
+
+
 class Internal(ProxyError):
     status = 500
     code = "INTERNAL"
@@ -100,7 +106,11 @@ class Guard:
                 (route, request.method, str(status)),
                 took,
             )
-            if self._sampled and (self._sampled >= 1 or self._rng.random() < self._sampled):
+            if (
+                self._sampled
+                and route not in _UNLOGGED
+                and (self._sampled >= 1 or self._rng.random() < self._sampled)
+            ):
                 event(
                     "request",
                     request_id=request_id,
