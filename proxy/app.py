@@ -214,7 +214,7 @@ def make_runner(app: web.Application, door: Door) -> web.AppRunner:
 
 
 class Site(web.BaseSite):
-    """The inherited listening socket. Beyond `most` connections the kernel's backlog waits; a client
+    """The inherited listening socket. Beyond `most` connections the kernel's backlog waits. A client
     that takes nothing of its answer for `unread_s` is dropped (0: never)."""
 
     def __init__(
