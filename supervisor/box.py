@@ -130,6 +130,10 @@ class Box:
         loop.add_signal_handler(signal.SIGUSR1, self.reread)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, OUR_SIGNALS)
         self.family.start_reaper()
+        try:
+            self.family.start_janitor(sys.executable, carried.state["janitor"] if carried else 0)
+        except OSError as error:
+            log.warning("cannot start the janitor: %s", error.strerror)
         if carried:
             self.events.restore(carried.inner["events"])
             self.logs.restore(carried.state["logs"])
@@ -271,6 +275,7 @@ class Box:
         await self.control.close()
         self.links.close()
         self.listeners.close()
+        self.family.stop_janitor()
         return 1 if self._force.is_set() or left else 0
 
     async def _empty_within(self, seconds: float) -> None:

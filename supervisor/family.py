@@ -320,11 +320,10 @@ class Family:
 
         return Watch(pid, gone, before_reap)
 
-    def start_janitor(self, python: str, pid: int = 0) -> int:
+    def start_janitor(self, python: str, pid: int = 0) -> None:
         """Have a process that ends what workers leave behind when we are killed. After `claim`.
 
-        Returns its pid. `pid`: of one that is there already, after an upgrade in place. Raises
-        OSError.
+        `pid`: of one that is there already, after an upgrade in place. Raises OSError.
         """
         if not pid:
             argv = [python, "-m", "gpusup.supervisor.leftovers", "--supervisor", str(os.getpid())]
@@ -332,7 +331,13 @@ class Family:
             pid = self.spawn([*argv, "--token", token()], env=env, new_session=True)
         self.adopt(pid)
         self._janitor = self.watch(pid, lambda returncode, words: None)
-        return pid
+
+    def let_go_of_janitor(self) -> int:
+        """Its pid, for `start_janitor` after an upgrade in place; 0 if there is none."""
+        if self._janitor is None or self._janitor.done:
+            return 0
+        self._janitor.cancel()
+        return self._janitor.pid
 
     def stop_janitor(self) -> None:
         """Before an orderly end: there is nothing left to do for it."""

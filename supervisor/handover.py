@@ -100,6 +100,7 @@ def export(box: Box) -> dict[str, Any]:
         "proxies": box.proxies.export(),
         "logs": box.logs.export(),
         "listeners": box.listeners.export(),
+        "janitor": box.family.let_go_of_janitor(),
     }
 
 

@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         return _refuse(str(error))
     from .box import open_state_dir
     from .family import become_subreaper
+    from .leftovers import claim
 
     folder = state_dir(config.server)
     try:
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         listeners.close()
         return _refuse(f"cannot use state directory {folder}: {error.strerror}")
-    # We hold the lock, so workers that these files belonged to are gone.
+    # We hold the lock, so workers that these files belonged to are gone, or must go.
+    claim(listeners.run_dir)
     for stale in listeners.run_dir.glob("*.*.sock"):
         stale.unlink(missing_ok=True)
     return _serve(loaded, listeners, None)
