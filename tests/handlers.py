@@ -83,11 +83,13 @@ class Sleeper(Number):
 
 
 class GilHolder(Number):
-    """Holds the GIL at the trigger, in a regular expression that backtracks: `settings.length`
-    28 takes some ten seconds, each one more doubles it."""
+    """Holds the GIL at the trigger, for `settings.seconds` if given, else in a regular expression
+    that backtracks: `settings.length` 28 takes some ten seconds, each one more doubles it."""
 
     def forward(self, batch: Any) -> Any:
-        if self.triggered(batch):
+        if self.triggered(batch) and "seconds" in self.settings:
+            ctypes.PyDLL(None).usleep(int(float(self.settings["seconds"]) * 1e6))
+        elif self.triggered(batch):
             re.match(r"(a+)+$", "a" * int(self.settings.get("length", 40)) + "b")
         return batch
 

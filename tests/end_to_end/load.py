@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -12,6 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .service import Service
+
+
+def figure(text: str) -> None:
+    """A measured number, to be seen with `pytest -s`."""
+    sys.stdout.write(f"\n  {text}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class Load:
         self._stopping.set()
         end = time.monotonic() + limit_s
         for thread in self._threads:
-            if thread.ident is not None:
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
                 assert not thread.is_alive(), "a client still waits for its answer"
 
