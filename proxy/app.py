@@ -214,8 +214,8 @@ def make_runner(app: web.Application, door: Door) -> web.AppRunner:
 
 
 class Site(web.BaseSite):
-    """The inherited listening socket. Beyond `most` connections the kernel's backlog waits. A client
-    that takes nothing of its answer for `unread_s` is dropped (0: never)."""
+    """The inherited listening socket. Beyond `most` connections the kernel's backlog waits. Who
+    takes nothing of an answer for `unread_s` is dropped (0: never)."""
 
     def __init__(
         self,

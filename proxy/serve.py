@@ -31,6 +31,7 @@ from .tls import Tls, TlsError
 
 _REPORT_S: Final = 0.1
 _USED_S: Final = 1.0
+_LATENCY_S: Final = 0.5
 _GC_OBJECTS: Final = 20_000
 
 
@@ -80,6 +81,7 @@ class Process:
         self._site: Site | None = None
         self._tls: Tls | None = None
         self._last: wire.ProxyReport | None = None
+        self._latency: dict[str, tuple[float, float]] = {}
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -166,7 +168,7 @@ class Process:
             reread()
 
     async def _reports(self) -> None:
-        used_at = last = time.monotonic()
+        used_at = last = latency_at = time.monotonic()
         while True:
             await asyncio.sleep(_REPORT_S)
             now = time.monotonic()
@@ -177,6 +179,9 @@ class Process:
                 used_at = now
                 self._link.send(wire.Used(tuple(sorted(dispatcher.used))))
                 dispatcher.used.clear()
+            if now >= latency_at:
+                latency_at = now + _LATENCY_S
+                self._latency = self._door.counts.latency(now)
             if not self._link.paused:
                 self._report()
 
@@ -195,7 +200,7 @@ class Process:
             arena_free=door.arena.free,
             arena_total=door.arena.total,
             bands=dispatcher.bands(),
-            latency=door.counts.latency(now) if counted else {},
+            latency=self._latency,
         )
         if not counted and gauges == self._last:
             return
