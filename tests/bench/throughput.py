@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contest import CONV, GPUSUP, Job, Setting, server_for
-from load import Run
+from load import Run, middle
 from peers import BenchProblem
 from result import Result, spread
 from server import Server
@@ -70,11 +70,6 @@ def _row(name: str, runs: list[Run], scale: float = 1.0) -> tuple[str, ...]:
     )
 
 
-def _rate(runs: list[Run]) -> float:
-    """Never 0: a server without one answer in the whole run counts as one an hour."""
-    return statistics.median(run.per_s for run in runs) or 1 / 3600
-
-
 def frontdoor(setting: Setting) -> Result:
     """The cost of everything but the model: a JSON no-op, the whole server on core 0."""
     result = Result("frontdoor", _columns("req/s"))
@@ -82,10 +77,10 @@ def frontdoor(setting: Setting) -> Result:
     runs = interleaved(setting, job, 16, setting.seconds(4), setting.rounds(3))
     for name, of_it in runs.items():
         result.rows.append(_row(name, of_it))
-        result.figures[f"{name}_per_s"] = _rate(of_it)
+        result.figures[f"{name}_per_s"] = middle(of_it)
         result.figures[f"{name}_errors"] = sum(run.errors for run in of_it)
         if name != GPUSUP:
-            result.ratios[f"frontdoor_vs_{name}"] = _rate(runs[GPUSUP]) / _rate(of_it)
+            result.ratios[f"frontdoor_vs_{name}"] = middle(runs[GPUSUP]) / middle(of_it)
     result.goals = {"frontdoor_vs_mosec": (">=", 2.0), "frontdoor_vs_litserve": (">=", 12.0)}
     result.notes = ["16 connections, server on core 0, wrk on core 1", *setting.best_settings()]
     return result
@@ -101,10 +96,10 @@ def payload(setting: Setting) -> Result:
     runs = interleaved(setting, job, 16, 4, setting.rounds(3))
     for name, of_it in runs.items():
         result.rows.append(_row(name, of_it, megabytes))
-        result.figures[f"{name}_mb_per_s"] = _rate(of_it) * megabytes
+        result.figures[f"{name}_mb_per_s"] = middle(of_it) * megabytes
         result.figures[f"{name}_errors"] = sum(run.errors for run in of_it)
         if name != GPUSUP:
-            result.ratios[f"payload_vs_{name}"] = _rate(runs[GPUSUP]) / _rate(of_it)
+            result.ratios[f"payload_vs_{name}"] = middle(runs[GPUSUP]) / middle(of_it)
     result.goals = {"payload_vs_mosec": (">=", 1.2)}
     result.notes = [
         f"{PAYLOAD_MIB} MiB, 16 connections, server on core 0, wrk on core 1",
@@ -139,11 +134,11 @@ def conv(setting: Setting) -> Result:
     after = in_process(16, seconds)
     best = statistics.mean((before[rows], after[rows]))
     for name, of_it in runs.items():
-        result.rows.append((*_row(name, of_it), f"{_rate(of_it) / best:.2f}"))
-        result.figures[f"{name}_per_s"] = _rate(of_it)
+        result.rows.append((*_row(name, of_it), f"{middle(of_it) / best:.2f}"))
+        result.figures[f"{name}_per_s"] = middle(of_it)
         result.figures[f"{name}_errors"] = sum(run.errors for run in of_it)
         key = "conv_vs_inprocess" if name == GPUSUP else f"{name}_vs_inprocess"
-        result.ratios[key] = _rate(of_it) / best
+        result.ratios[key] = middle(of_it) / best
     result.figures |= {"in_process_per_s": best, "in_process_rows": rows}
     result.figures["in_process_by_rows"] = {str(k): v for k, v in before.items()}
     result.goals = {"conv_vs_inprocess": (">=", 0.95)}
