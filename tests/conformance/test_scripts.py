@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from . import raw_http_probe, samples, v2_raw
+from . import fuzz, raw_http_probe, samples, v2_raw
 from .conftest import MAX_BODY, SLOW_S
 from .report import Skip
 from .v2_server import Server
@@ -72,3 +72,7 @@ def test_all_checks_are_there() -> None:
     assert len(v2_raw.check.table) >= 61
     assert len(raw_http_probe.check.table) >= 79
     assert len(samples.SAMPLES) >= 19
+
+
+def test_nothing_that_is_nearly_right_hurts(url: str) -> None:
+    fuzz.Fuzz(url, MODEL, seed=1).run(1500)
