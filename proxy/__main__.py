@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 import msgspec
 import setproctitle
@@ -25,6 +26,8 @@ from .serve import Process
 from .tls import TlsError
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 def read_config(fd: int) -> Config:
@@ -35,6 +38,14 @@ def read_config(fd: int) -> Config:
     return msgspec.convert(msgspec.msgpack.decode(data), Config)
 
 
+def keep_memory(libc: ctypes.CDLL) -> None:
+    """Bodies come in pieces of 256 KiB; glibc would take each from the kernel and give it back,
+    and every page of it would fault anew."""
+    with suppress(AttributeError):  # another libc
+        libc.mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 * 2**20)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="gpusup.proxy")
     parser.add_argument("--listen-fd", type=int, required=True)
@@ -43,7 +54,9 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     args = parser.parse_args()
     # From the main thread: it fires when the supervisor's creating thread ends.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    keep_memory(libc)
     number = args.name.removeprefix("proxy") or args.name
     setproctitle.setproctitle(f"gpusup: proxy {number}")
     # A terminal's Ctrl-C and a service manager's TERM are for the supervisor, which tells us.
