@@ -135,7 +135,7 @@ def candidates(places: Sequence[P], model: ModelInfo, version: str) -> list[P]:
         return [p for p in usable if p.route.version == version]
     if model.canary_version and model.canary_version != model.version:
         usable = [p for p in usable if p.route.version != model.canary_version]
-    if model.state == "swapping":
+    if model.state == "swapping" or model.mixed:
         return usable
     return [p for p in usable if p.route.version == model.version] or usable
 

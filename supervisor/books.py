@@ -66,6 +66,11 @@ class Books:
         self.learned[key] = (memory.static + memory.context, peak)
         self.ledger.settle(life.slot, life.generation, *self.learned[key])
 
+    def forget(self, model: str, version: str) -> None:
+        """What was measured of a version no longer holds."""
+        for key in [key for key in self.learned if key[:2] == (model, version)]:
+            del self.learned[key]
+
     def sampled(self, device: str, total: int, used: int, ours: int) -> None:
         self.devices[device].total = total
         self.devices[device].known = True

@@ -24,6 +24,7 @@ from gpusup.worker import wire as worker_wire
 from . import actions as act
 from . import handover, view, wire
 from .boot import devices_here, fit_rule
+from .change import Change, ChangeState, Task
 from .check_model import ModelCheck, size_of
 from .commands import Conflict
 from .control import Control
@@ -47,7 +48,6 @@ from .reclaimer import Reclaimer
 from .reconfigure import reconfigure, resolve_wish
 from .records import Events, Records
 from .reexec import ReexecError
-from .rollout import Change, ChangeState, Task
 from .runtime import Runtime
 from .saved import Saved, restore, save
 from .status import overall
@@ -393,6 +393,7 @@ class Box:
             run_dir=str(self.listeners.run_dir),
             devices=self.pulse.infos,
             poisoned=self.poison.refused(),
+            suspects=self.poison.suspects(),
             proxies=self.proxies.count,
             now=time.monotonic(),
         )

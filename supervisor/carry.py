@@ -15,11 +15,11 @@ from gpusup.conf.schema import Config, ModelConfig
 
 from .actions import Assignment
 from .backoff import Cause
+from .change import Change, Step
 from .devices import CpuDevice
 from .fleet import Fleet, ModelRecord
 from .layout import DevicePlace
 from .life import Life
-from .rollout import Change, Step
 from .slot import Slot, Standing
 
 Places = dict[str, tuple[DevicePlace, CpuDevice | None]]

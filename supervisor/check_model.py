@@ -89,10 +89,14 @@ class ModelCheck:
         started: asyncio.Future[int] = loop.create_future()
         ended: asyncio.Future[tuple[int, str]] = loop.create_future()
 
+        def on_end(returncode: int, words: str) -> None:
+            if not ended.done():
+                ended.set_result((returncode, words))
+
         def on_pid(pid: int) -> None:
             if pid:
                 self._family.adopt(pid)
-                self._family.watch(pid, lambda *end: ended.done() or ended.set_result(end))
+                self._family.watch(pid, on_end)
             if not started.done():
                 started.set_result(pid)
             elif pid:

@@ -21,9 +21,9 @@ from . import events as ev
 from .actions import Action, Assignment, Persist, Publish, Tell
 from .backoff import COUNTED, Cause
 from .books import Books
+from .change import Await, Change
 from .layout import DevicePlace, Fits, SlotPlace, lay_out
 from .life import ROUTED, Life, Outcome, State
-from .rollout import Await, Change
 from .slot import Slot, Standing
 
 #: A pause of the run loop longer than this means that the supervisor itself was stopped.

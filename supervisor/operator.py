@@ -14,9 +14,9 @@ import msgspec
 from gpusup.conf.package import package_version
 
 from . import status, verbs, wire
+from .change import Change
 from .commands import CommandError, Conflict, NotNow, UnknownTarget
 from .fleet import Refused
-from .rollout import Change
 from .verbs import ReloadWish
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from gpusup.conf.load import ConfigError, load_file
 from gpusup.conf.schema import Config, ModelConfig
 
 from .actions import Action, Assignment
+from .change import Change
 from .commands import CommandError
 from .fleet import Fleet
-from .rollout import Change, Swap
+from .rollout import Swap
 from .verbs import ReloadWish
 
 if TYPE_CHECKING:
@@ -72,11 +73,8 @@ def _change(fleet: Fleet, new: Config, name: str, now: float) -> tuple[Change, l
         todo = [s.name for s in fleet.slots_of(name)] if record.loaded else []
         swap = Swap(
             "reload", name, f"reload {name}, its configuration changed", fleet,
-            new=assignment, old=record.current, todo=todo,
+            new=assignment, old=record.current, todo=todo, configure=after,
         )  # fmt: skip
-        fleet.config = msgspec.structs.replace(
-            fleet.config, models={**fleet.config.models, name: after}
-        )
         return swap, fleet.start_change(swap, now)
     return fleet.replan(name, after, now)
 

@@ -1,7 +1,6 @@
-"""Changes: whatever takes an operator's wish more than one step. Pure.
+"""The swap: replaces what runs in a model's slots, one slot at a time. Pure.
 
-A change is driven by `advance` after every event and never waits by itself. `Swap` replaces what
-runs in a model's slots, one slot at a time: beside the old worker where there is room (*surge*),
+Beside the old worker where there is room (*surge*); else while a stand-in serves on a spare device;
 else in its place (*in-place*: the successor is prepared in host memory while the old one still
 serves). If the new one does not become ready, what was changed is changed back.
 """
@@ -10,89 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
-from .actions import Action, Assignment, Persist, RunCheck, Tell
+import msgspec
+
+from gpusup.conf.schema import ModelConfig
+
+from .actions import Action, Assignment, RunCheck
 from .backoff import Cause
 from .books import CONTEXT_BYTES
+from .change import Change, ChangeState
 from .life import Outcome, State
+from .swap_plan import Strategy, Way, way
 
 if TYPE_CHECKING:
-    from .fleet import Fleet
     from .slot import Slot
-
-Strategy = Literal["auto", "surge", "in-place"]
-#: "waiting" is a canary that waits for promote or rollback.
-ChangeState = Literal["running", "waiting", "done", "failed", "rolled-back", "aborted"]
-
-
-class Step(NamedTuple):
-    at: float
-    text: str
-
-
-@dataclass(slots=True, eq=False)
-class Change:
-    """`model`: whose changes exclude each other; "" for those that touch slots only."""
-
-    kind: str
-    model: str
-    title: str
-    fleet: Fleet
-    id: str = ""
-    state: ChangeState = "running"
-    text: str = ""
-    started: float = 0.0
-    ended: float = 0.0
-    steps: list[Step] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
-
-    def is_active(self) -> bool:
-        return self.state in ("running", "waiting")
-
-    def advance(self, now: float) -> list[Action]:
-        raise NotImplementedError
-
-    def check_done(self, problem: str, now: float) -> None:
-        """The answer to RunCheck."""
-
-    def abort(self, now: float) -> str:
-        """Give it up if that is still possible. Returns why it is not, or ""."""
-        return "this change can't be aborted"
-
-    def note(self, now: float, text: str) -> list[Action]:
-        self.steps.append(Step(now, text))
-        fields = {"change": self.id, "model": self.model}
-        return [Tell(kind="change", text=f"change {self.id} {self.title}: {text}", fields=fields)]
-
-    def end(self, now: float, state: ChangeState, text: str) -> list[Action]:
-        self.state, self.text, self.ended = state, text, now
-        return [*self.note(now, f"{state}: {text}" if text else state), Persist()]
-
-
-@dataclass(slots=True, eq=False)
-class Await(Change):
-    """Waits until the named slots are as wished: without a worker, or with a ready one."""
-
-    slots: list[str] = field(default_factory=list)
-    until: Literal["empty", "ready"] = "empty"
-    deadline: float = float("inf")
-
-    def advance(self, now: float) -> list[Action]:
-        slots = [self.fleet.slots[name] for name in self.slots if name in self.fleet.slots]
-        if self.until == "empty":
-            waiting = [s for s in slots if s.worker is not None]
-        else:
-            waiting = [s for s in slots if s.wanted is not None and not s.is_ready()]
-            dead = [s for s in waiting if s.failed]
-            if dead:
-                return self.end(now, "failed", f"{dead[0].name}: {dead[0].failed}")
-        if not waiting:
-            return self.end(now, "done", "")
-        if now >= self.deadline:
-            left = ", ".join(f"{s.name} ({s.state(now)})" for s in waiting)
-            return self.end(now, "failed", f"not {self.until} in time: {left}")
-        return []
 
 
 class Stage(StrEnum):
@@ -101,6 +32,7 @@ class Stage(StrEnum):
     PLAIN = "start"
     SURGE = "surge"
     RETIRE = "retire"
+    SPARE = "spare"
     PREPARE = "prepare"
     DRAIN = "drain"
     LOAD = "load"
@@ -111,13 +43,17 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Swap(Change):
+    """`allow_gap`: how long requests may wait for this swap, instead of the model's `hold`.
+    `configure`: the model's section in the file, if it is that which has changed."""
+
     new: Assignment = None  # type: ignore[assignment]
     old: Assignment = None  # type: ignore[assignment]
     strategy: Strategy = "auto"
     todo: list[str] = field(default_factory=list)
     check: bool = True
     canary_share: float = 0.0
-    drain_limit_s: float | None = None
+    allow_gap: float | None = None
+    configure: ModelConfig | None = None
     stage: Stage = Stage.CHECK
     current: str = ""
     done: list[str] = field(default_factory=list)
@@ -128,6 +64,9 @@ class Swap(Change):
     _problem: str | None = None
     _keep_canary: int = 0
     _gap_from: float = 0.0
+    _spare: str = ""
+    _waiting: bool = False
+    _before: dict[str, Assignment | None] = field(default_factory=dict)
 
     # -- driving ----------------------------------------------------------------------------------
 
@@ -138,6 +77,7 @@ class Swap(Change):
             actions += self._step(now)
             if not self.is_active() or (self.stage, self.current) == before:
                 break
+        self._show()
         return actions
 
     def _step(self, now: float) -> list[Action]:
@@ -152,6 +92,8 @@ class Swap(Change):
                 return self._on_surge(now)
             case Stage.RETIRE:
                 return self._on_retire(now)
+            case Stage.SPARE:
+                return self._on_spare(now)
             case Stage.PREPARE:
                 return self._on_prepare(now)
             case Stage.DRAIN:
@@ -159,11 +101,25 @@ class Swap(Change):
             case Stage.LOAD:
                 return self._on_load(now)
             case Stage.CANARY:
-                return []
+                return self._on_canary(now)
             case Stage.UNDO:
                 return self._on_undo(now)
             case Stage.UNDO_WAIT:
                 return self._on_undo_wait(now)
+
+    def _show(self) -> None:
+        """What a progress bar needs."""
+        slot = self.fleet.slots.get(self._spare if self.stage is Stage.SPARE else self.current)
+        heir = (slot.successor or slot.worker) if slot else None
+        self.numbers |= {
+            "stage": str(self.stage),
+            "slots_done": len(self.done),
+            "slots": len(self.done) + len(self.todo) + bool(self.current),
+            "slot": self.current,
+            "phase": heir.phase if heir else "",
+            "loaded_bytes": heir.load_done if heir else 0,
+            "total_bytes": heir.load_total if heir else 0,
+        }
 
     def check_done(self, problem: str, now: float) -> None:
         self._problem = problem
@@ -202,6 +158,7 @@ class Swap(Change):
     # -- the stages -------------------------------------------------------------------------------
 
     def _on_check(self, now: float) -> list[Action]:
+        self._before = {slot.name: slot.wanted for slot in self.fleet.slots_of(self.model)}
         if not self.check:
             self.stage = Stage.NEXT
             return []
@@ -213,20 +170,29 @@ class Swap(Change):
             ]
         if self._problem is None:
             return []
-        if self._problem:
-            return self.end(now, "failed", f"check: {self._problem}; nothing was touched")
+        problem = self._problem or self._misfit()
+        if problem:
+            return self.end(now, "failed", f"check: {problem}; nothing was touched")
         self._begin_canary()
         self.stage = Stage.NEXT
         return []
 
+    def _misfit(self) -> str:
+        """Why the ledger says that it can't work, "" if it can."""
+        for name in self.todo:
+            found = self.way(self.fleet.slots[name])
+            if found.how == "refused":
+                return found.why
+        return ""
+
     def _begin_canary(self) -> None:
-        if self.canary_share:
+        if self.canary_share and self.todo:
             self._keep_canary = max(1, round(self.canary_share * len(self.todo)))
             record = self.fleet.models[self.model]
             record.canary, record.canary_share = self.new, self.canary_share
 
     def _on_next(self, now: float) -> list[Action]:
-        if self._keep_canary and len(self.done) >= self._keep_canary and self.todo:
+        if self._keep_canary and len(self.done) >= self._keep_canary:
             self.stage, self.state, self.current = Stage.CANARY, "waiting", ""
             return self.note(now, f"canary: {self.canary_share:.0%} of requests go to it")
         if not self.todo:
@@ -244,39 +210,48 @@ class Swap(Change):
         others = [s for s in self.fleet.slots_of(self.model, fallback=False) if s.name != name]
         able = [s for s in others if s.takes_part() and s.wanted is not None]
         if slot.is_ready() and able and not any(s.is_ready() for s in able):
-            return []
+            if self._waiting:
+                return []
+            self._waiting = True
+            return self.note(now, f"{name}: waits until another worker is ready")
+        self._waiting = False
         self.current = name
         self.todo.pop(0)
         if not slot.is_ready():
             return self._plain(slot, now)
+        return self._begin(slot, now)
+
+    def _begin(self, slot: Slot, now: float) -> list[Action]:
+        found = self.way(slot)
+        stands_in = self.fleet.slots.get(self._spare)
+        if found.how == "spare" and stands_in is not None and stands_in.is_ready():
+            found = Way(
+                how="in-place", why=f"{self._spare} stands in", need=found.need, room=found.room
+            )
+        actions = self.note(now, f"{slot.name}: {found.how} ({found.why})")
+        if found.how == "refused":  # since the check somebody has taken the room
+            return actions + self._give_back(now, found.why)
         slot.reserved_by = self.id
-        how, why = self.choose(slot)
-        if self._keep_canary and not others:
-            how, why = "surge", "the canary runs beside the only worker"
-        actions = self.note(now, f"{name}: {how} ({why})")
-        if how == "surge":
+        if found.how == "surge":
             self.stage = Stage.SURGE
             return actions + slot.start_successor(self.new, now, held=False)
+        if found.how == "spare":
+            self.stage = Stage.SPARE
+            return actions + self._start_spare(found.spare, now)
+        return actions + self._prepare(slot, now)
+
+    def way(self, slot: Slot) -> Way:
+        """How this slot is to be swapped, with the arithmetic."""
+        only = [slot] == [s for s in self.fleet.slots_of(self.model, fallback=False) if s.wanted]
+        beside = bool(self.canary_share) and only
+        return way(self.fleet, slot, self.new, self.strategy, beside=beside)
+
+    def _prepare(self, slot: Slot, now: float) -> list[Action]:
         self.stage = Stage.PREPARE
         room = self.fleet.books.room(slot.device)
         on_gpu = self.fleet.devices[slot.device].place.kind == "cuda"
         context = not on_gpu or room is None or room >= CONTEXT_BYTES
-        return actions + slot.start_successor(self.new, now, held=True, held_context=context)
-
-    def choose(self, slot: Slot) -> tuple[Literal["surge", "in-place"], str]:
-        """How this slot is to be swapped, with the arithmetic."""
-        if self.strategy != "auto":
-            return self.strategy, "as asked"
-        room = self.fleet.books.room(slot.device)
-        if room is None:
-            return "in-place", f"memory of {slot.device} is not known"
-        rest, peak = self.fleet.books.need(self.new, slot.device)
-        total = self.fleet.devices[slot.device].total
-        safety = min(self.fleet.config.devices.safety, total // 16)
-        want = rest + peak + safety
-        sums = f"needs {rest} at rest + {peak} for batches + {safety} safety = {want} bytes, "
-        sums += f"{room} are free"
-        return ("surge" if want <= room else "in-place"), sums
+        return slot.start_successor(self.new, now, held=True, held_context=context)
 
     def _plain(self, slot: Slot, now: float) -> list[Action]:
         """Nobody serves here: the next start is simply the new version."""
@@ -293,6 +268,9 @@ class Swap(Change):
             return self._slot_done(now)
         if slot.failed or slot.backoff.strikes:
             return self._give_back(now, slot.failed or slot.last_exit)
+        if slot.standing != "schedulable" or slot.wanted is not self.new:
+            self.current, self.stage = "", Stage.NEXT
+            return self.note(now, f"{slot.name} is {slot.standing}: left alone")
         return []
 
     def _on_surge(self, now: float) -> list[Action]:
@@ -307,8 +285,15 @@ class Swap(Change):
         self.stage = Stage.RETIRE
         actions = self.note(now, f"{slot.name}: new worker is ready, the old one drains")
         if slot.worker is not None:
-            actions += slot.worker.drain(now, "replaced", self.drain_limit_s)
+            actions += slot.worker.drain(now, "replaced")
         return actions
+
+    def _on_canary(self, now: float) -> list[Action]:
+        """Waits for a word. One that ran beside the old worker and died is not started anew."""
+        slot = self.fleet.slots.get(self.current)
+        if slot is None or slot.successor is not None:
+            return []
+        return self._give_back(now, self._why(slot))
 
     def _on_retire(self, now: float) -> list[Action]:
         slot = self.fleet.slots[self.current]
@@ -321,6 +306,14 @@ class Swap(Change):
             return []
         return self._slot_done(now)
 
+    def _on_spare(self, now: float) -> list[Action]:
+        slot, stands_in = self.fleet.slots[self.current], self.fleet.slots[self._spare]
+        if stands_in.worker is None:
+            return self._give_back(now, stands_in.last_exit)
+        if not stands_in.is_ready():
+            return []
+        return self.note(now, f"{self._spare} serves meanwhile") + self._prepare(slot, now)
+
     def _on_prepare(self, now: float) -> list[Action]:
         slot = self.fleet.slots[self.current]
         if slot.successor is None:
@@ -331,7 +324,7 @@ class Swap(Change):
         self._gap_from = now
         actions = self.note(now, f"{slot.name}: successor is prepared, the old worker drains")
         if slot.worker is not None:
-            actions += slot.worker.drain(now, "replaced", self.drain_limit_s)
+            actions += slot.worker.drain(now, "replaced")
         return actions
 
     def _on_drain(self, now: float) -> list[Action]:
@@ -369,14 +362,42 @@ class Swap(Change):
         return self.note(now, f"{slot.name}: serves version {self.new.version}")
 
     def _finish(self, now: float) -> list[Action]:
-        record = self.fleet.models[self.model]
-        if self.new is not self.old:
-            record.previous, record.current = record.current, self.new
+        fleet = self.fleet
+        record = fleet.models[self.model]
         record.canary, record.canary_share = None, 0.0
-        for slot in self.fleet.slots_of(self.model):
-            if slot.wanted is not None:
-                slot.wanted = record.current
-        return self.end(now, "done", f"version {self.new.version}")
+        actions = self._release_spare(now)
+        mine = [s for s in fleet.slots_of(self.model) if s.wanted is not None]
+        rest = [s.name for s in mine if s.wanted not in (self.new, self.old)]
+        rest += [s.name for s in mine if s.wanted is self.old and self.new is not self.old]
+        if rest:  # only some slots were meant: these keep what they have, also after a crash
+            text = f"version {self.new.version} on {', '.join(self.done) or 'none yet'}; "
+            return actions + self.end(now, "done", text + f"{', '.join(rest)} as before")
+        if self.new != self.old:
+            record.previous = record.current
+        record.current = self.new
+        if self.configure is not None:
+            models = {**fleet.config.models, self.model: self.configure}
+            fleet.config = msgspec.structs.replace(fleet.config, models=models)
+        for slot in mine:
+            slot.wanted = record.current
+        return actions + self.end(now, "done", f"version {self.new.version}")
+
+    # -- a stand-in on another device -------------------------------------------------------------
+
+    def _start_spare(self, device: str, now: float) -> list[Action]:
+        self._spare = f"{device}.s{self.id}"
+        slot = self.fleet.new_slot(self._spare, device, self.model, fallback=False)
+        slot.wanted, slot.reserved_by = self.new, self.id
+        self.fleet.slots[self._spare] = slot
+        return slot.start(now)
+
+    def _release_spare(self, now: float) -> list[Action]:
+        slot = self.fleet.slots.get(self._spare)
+        self._spare = ""
+        if slot is None:
+            return []
+        slot.wanted, slot.retiring = None, True
+        return [action for life in slot.lives() for action in life.drain(now, "stood in")]
 
     # -- taking it back ---------------------------------------------------------------------------
 
@@ -390,18 +411,18 @@ class Swap(Change):
         record.canary, record.canary_share = None, 0.0
         for slot in self.fleet.slots_of(self.model):
             if slot.wanted is self.new:
-                slot.wanted = self.old
+                slot.wanted = self._before.get(slot.name) or self.old
         self.stage, self.current, self.state = Stage.UNDO, "", "running"
         return self.note(now, f"new version is taken back: {why}")
 
     def _on_undo(self, now: float) -> list[Action]:
         if not self.undo:
             state: ChangeState = "aborted" if self.aborted else "rolled-back"
-            return self.end(now, state, self.reason)
+            return self._release_spare(now) + self.end(now, state, self.reason)
         self.current = self.undo.pop()
         self.stage = Stage.UNDO_WAIT
         slot = self.fleet.slots[self.current]
-        slot.wanted = self.old
+        slot.wanted = self._before.get(self.current) or self.old
         actions: list[Action] = []
         if slot.successor is not None:
             actions += slot.successor.drain(now, "taken back")
@@ -416,16 +437,8 @@ class Swap(Change):
         slot = self.fleet.slots[self.current]
         if slot.failed:
             text = f"{self.reason}; and the old version did not come back: {slot.failed}"
-            return self.end(now, "failed", text)
+            return self._release_spare(now) + self.end(now, "failed", text)
         back = slot.is_ready() and slot.worker and slot.worker.assignment is not self.new
         if (back and slot.successor is None) or slot.standing != "schedulable":
             self.current, self.stage = "", Stage.UNDO
-        return []
-
-
-@dataclass(slots=True, eq=False)
-class Task(Change):
-    """Something that reports its own end, e.g. the replacement of a proxy."""
-
-    def advance(self, now: float) -> list[Action]:
         return []

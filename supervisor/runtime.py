@@ -18,11 +18,11 @@ from gpusup.worker import wire
 
 from . import actions as act
 from . import events as ev
+from .change import Change
 from .fleet import Fleet
 from .launcher import Launcher, WorkerProcess
 from .life import Life
 from .records import Events
-from .rollout import Change
 
 log = logging.getLogger("gpusup.supervisor")
 

@@ -8,9 +8,9 @@ from typing import Final
 from gpusup.worker.wire import Load
 
 from . import view, wire
+from .change import Change
 from .fleet import Fleet
 from .life import Life
-from .rollout import Change
 from .runtime import Key, Known
 from .slot import Slot, Standing
 

@@ -12,12 +12,12 @@ from gpusup.worker import wire as worker_wire
 
 from . import view
 from .buckets import propose
+from .change import Change
 from .leak import LeakWatch
 from .life import Life
 from .probe_link import Fault
 from .probe_wire import DeviceSample
 from .render_metrics import Facts, render
-from .rollout import Change
 from .tally import Tally
 from .verbs import ReloadWish, reload
 from .wire import ProxyReport

@@ -10,17 +10,24 @@ from typing import Any
 import msgspec
 
 from gpusup.conf.schema import ModelConfig
+from gpusup.conf.units import format_time
 
 from .actions import Action, Assignment, Persist
 from .backoff import Cause
+from .change import Await, Change
 from .fleet import Fleet, Refused
 from .life import Outcome, State
-from .rollout import Await, Change, Strategy, Swap
+from .rollout import Swap
 from .slot import Slot, Standing
+from .swap_plan import Strategy, expected_gap_s, leaves_none
 
 
 class ReloadWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /models/NAME/reload. Empty: the same version once more."""
+    """Body of POST /models/NAME/reload. Empty: the same version once more.
+
+    `allow_gap`: seconds for which nobody of the model may answer; requests are held for so long
+    instead of the model's `hold`, and what would clearly take longer is refused.
+    """
 
     version: str = ""
     weights: str = ""
@@ -157,11 +164,33 @@ def reload(fleet: Fleet, model: str, wish: ReloadWish, now: float) -> tuple[Chan
     swap = Swap(
         "reload", model, title, fleet, new=new, old=record.current, strategy=wish.strategy,
         todo=_slots_for(fleet, model, wish.slots), canary_share=wish.canary,
-        drain_limit_s=wish.allow_gap,
+        allow_gap=wish.allow_gap,
     )  # fmt: skip
     if not record.loaded:
         swap.todo.clear()
+    if not fleet.active_change(model) and (problem := _gap_problem(swap)):
+        raise Refused("conflict", problem)
+    if new.version == record.current.version and new.config != record.current.config:
+        fleet.books.forget(model, new.version)  # it was measured with other weights or settings
     return swap, fleet.start_change(swap, now)
+
+
+def _gap_problem(swap: Swap) -> str:
+    """Why the longest gap that the operator accepts is too short; "" where none was named."""
+    if swap.allow_gap is None:
+        return ""
+    for name in swap.todo:
+        slot = swap.fleet.slots[name]
+        if swap.way(slot).how != "in-place" or not leaves_none(swap.fleet, slot):
+            continue
+        expected = expected_gap_s(slot)
+        if expected > swap.allow_gap:
+            return (
+                f"{name} is the only ready worker of {swap.model}: without room for another "
+                f"nobody answers for about {format_time(expected)}, --allow-gap accepts "
+                f"{format_time(swap.allow_gap)}"
+            )
+    return ""
 
 
 def rollback(fleet: Fleet, model: str, now: float) -> tuple[Change, list[Action]]:
@@ -171,6 +200,13 @@ def rollback(fleet: Fleet, model: str, now: float) -> tuple[Change, list[Action]
         if problem := running.take_back(now, "rollback asked"):
             raise Refused("conflict", problem, running.id)
         return running, fleet.advance(now)
+    apart = [s.name for s in fleet.slots_of(model) if s.wanted not in (None, record.current)]
+    if apart:  # a version that was given to some slots only
+        swap = Swap(
+            "rollback", model, f"roll {model} back to version {record.current.version}", fleet,
+            new=record.current, old=record.current, todo=apart,
+        )  # fmt: skip
+        return swap, fleet.start_change(swap, now)
     if record.previous is None:
         raise Refused("conflict", f"{model} has no earlier version to go back to")
     swap = Swap(
@@ -230,21 +266,32 @@ def unload(fleet: Fleet, model: str, now: float) -> tuple[Change, list[Action]]:
 def plan(fleet: Fleet, model: str, wish: ReloadWish) -> list[dict[str, Any]]:
     """What a reload would do, slot by slot, with the arithmetic. Touches nothing."""
     new = wished(fleet, model, wish)
+    names = _slots_for(fleet, model, wish.slots)
+    swap = Swap(
+        "reload", model, "", fleet, new=new, old=fleet.model(model).current,
+        strategy=wish.strategy, todo=names, canary_share=wish.canary, allow_gap=wish.allow_gap,
+    )  # fmt: skip
     lines = []
-    for name in _slots_for(fleet, model, wish.slots):
+    for name in names:
         slot = fleet.slots[name]
-        swap = Swap("reload", model, "", fleet, new=new, strategy=wish.strategy)
-        how: str
-        how, why = "start", f"nothing serves there ({slot.state(0)})"
-        if slot.is_ready():
-            how, why = swap.choose(slot)
+        found = swap.way(slot)
+        why = found.why
+        if found.how == "in-place" and leaves_none(fleet, slot):
+            hold = new.config.hold if wish.allow_gap is None else wish.allow_gap
+            why += (
+                f"; the only ready worker: requests are held for up to {format_time(hold)}, the "
+                f"gap will take about {format_time(expected_gap_s(slot))}"
+            )
         lines.append(
             {
                 "slot": name,
-                "strategy": how,
+                "strategy": found.how,
                 "why": why,
-                "need_bytes": sum(fleet.books.need(new, slot.device)),
-                "room_bytes": fleet.books.room(slot.device),
+                "need_bytes": found.need,
+                "room_bytes": found.room,
+                "spare": found.spare,
             }
         )
+    if problem := _gap_problem(swap):
+        lines[0]["why"] = f"refused: {problem}"
     return lines

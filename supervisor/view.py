@@ -120,7 +120,10 @@ def model_info(fleet: Fleet, name: str, now: float) -> wire.ModelInfo:
         for s in fleet.slots_of(name, fallback=False)
         for life in s.lives()
     )
-    swapping = isinstance(fleet.active_change(name), Swap)
+    active = fleet.active_change(name)
+    change = active if isinstance(active, Swap) else None
+    swapping = change is not None
+    mixed = any(s.wanted not in (None, record.current) for s in fleet.slots_of(name))
     # A worker that died is back in a moment: what waits a little loses nothing.
     holding = (
         not lives and not fleet.stopping and (swapping or coming or _retries(fleet, name, now))
@@ -133,8 +136,9 @@ def model_info(fleet: Fleet, name: str, now: float) -> wire.ModelInfo:
         versions=tuple(sorted({life.assignment.version for life in lives}, key=int)),
         canary_version=record.canary.version if record.canary else "",
         canary_share=record.canary_share,
+        mixed=mixed,
         holding=holding,
-        hold_s=config.hold,
+        hold_s=config.hold if change is None or change.allow_gap is None else change.allow_gap,
         hold_requests=config.hold_requests,
         max_rows=config.max_rows,
         wait_s=config.wait,
@@ -188,6 +192,7 @@ def snapshot(
     run_dir: str,
     devices: tuple[wire.DeviceInfo, ...],
     poisoned: tuple[str, ...],
+    suspects: tuple[tuple[str, float], ...] = (),
     proxies: int,
     now: float,
 ) -> wire.Snapshot:
@@ -201,5 +206,6 @@ def snapshot(
         draining=fleet.stopping,
         reason=reason,
         poisoned=poisoned,
+        suspects=suspects,
         proxies=proxies,
     )

@@ -44,6 +44,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     versions: tuple[str, ...]  # that have a ready worker
     canary_version: str = ""
     canary_share: float = 0.0
+    mixed: bool = False  # some slots were given another version: unbound requests go to either
     holding: bool = False  # no worker for now by intent (swap, on-demand load): queue, don't refuse
     hold_s: float = 10.0
     hold_requests: int = 256
@@ -93,6 +94,7 @@ class Snapshot(Struct, frozen=True, tag="snapshot", tag_field="t", kw_only=True)
     draining: bool
     reason: str = ""  # why not ready
     poisoned: tuple[str, ...] = ()  # hashes of inputs that ran at two deaths
+    suspects: tuple[tuple[str, float], ...] = ()  # those that ran at one, and when that was
     proxies: int = 1
 
 
@@ -191,6 +193,14 @@ class InputDied(Struct, frozen=True, tag="input-died", tag_field="t"):
     model: str
     slot: str
     generation: int
+    sent_at: float = 0.0  # to that worker, CLOCK_MONOTONIC
+    died_at: float = 0.0
+
+
+class InputSurvived(Struct, frozen=True, tag="input-survived", tag_field="t"):
+    """An input that had been executing at a death has been computed since."""
+
+    input_hash: str
 
 
 class WantModel(Struct, frozen=True, tag="want-model", tag_field="t"):
@@ -346,7 +356,16 @@ class StatusView(Struct, frozen=True, kw_only=True):
 
 ToProxy = Snapshot | DeviceUpdate | Reply | StopProxy | Reread
 FromProxy = (
-    ProxyHello | Listening | ProxyReport | InputDied | WantModel | Used | Shed | Notice | Ask
+    ProxyHello
+    | Listening
+    | ProxyReport
+    | InputDied
+    | InputSurvived
+    | WantModel
+    | Used
+    | Shed
+    | Notice
+    | Ask
 )
 
 _encoder = msgpack.Encoder()
