@@ -117,9 +117,13 @@ def refusal() -> str:
             f"the zygote has {threads} threads instead of 1, so its children could hang: "
             "a preloaded module has started one"
         )
-    with open("/proc/self/maps", "rb") as maps:
-        if b"/libcuda.so" in maps.read():
-            return "the zygote has libcuda loaded: a preloaded module has touched CUDA"
+    # The driver's library alone says nothing: newer torch maps it on import. Who has initialised
+    # it holds the devices open, and his children could never use CUDA.
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            device = os.readlink(f"/proc/self/fd/{fd}")
+            if device.startswith("/dev/nvidia"):
+                return f"the zygote has {device} open: a preloaded module has initialised CUDA"
     return ""
 
 
