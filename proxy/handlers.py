@@ -87,12 +87,21 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
         outcome = await door.infer(call)
     finally:
         body.release()
-    answer = raw_codec.encode(outcome.answer.parts, wanted, lead=lead)
+    encode = partial(raw_codec.encode, outcome.answer.parts, wanted, lead=lead)
+    if sum(_to_convert(part) for part in outcome.answer.parts) < THREAD_FROM:
+        answer = encode()
+    else:
+        answer = await asyncio.to_thread(encode)
     told = outcome.headers()
     told["Content-Type"] = answer.content_type
     if answer.varies:
         told["Vary"] = "Accept"
     return await respond(door, request, told, answer.body)
+
+
+def _to_convert(part: Part) -> int:
+    """Bytes that have to be turned into another form; those of opaque parts go as they are."""
+    return len(part.data) if part.datatype and isinstance(part.data, bytes) else 0
 
 
 def _decode(
