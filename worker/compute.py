@@ -345,8 +345,9 @@ class Containment:
         wants = max(failure.asked, known)
         room = max(0, self._device.room() - self._runner.device.memory().static)
         wanted = f"{wants} bytes" if wants else "more memory"
+        # More than the worker may ever have will not fit later either.
         return Failure(
-            "oom",
+            "too_large" if wants > room else "oom",
             f"an input of {key.text} wants {wanted} on {self._device.name}, "
             f"{room} bytes are there for it ({failure.text})",
             wants,
