@@ -29,6 +29,7 @@ _log: Final = logging.getLogger("gpusup.proxy.http")
 #: How long an answered connection is read on, so that its client sees the answer to a body
 #: that was not read.
 _LINGER_S: Final = 2.0
+_HANDSHAKE_S: Final = 10.0
 
 
 #: Balancers ask for these several times a second.
@@ -294,7 +295,10 @@ class Site(web.BaseSite):
             return
         with suppress(OSError, ssl.SSLError):  # gone already, or no TLS
             await asyncio.get_running_loop().connect_accepted_socket(
-                server, sock, ssl=self._ssl_context
+                server,
+                sock,
+                ssl=self._ssl_context,
+                ssl_handshake_timeout=_HANDSHAKE_S if self._ssl_context else None,
             )
 
     async def stop(self) -> None:
