@@ -25,6 +25,7 @@ from .lines import Lines
 from .queue import rank
 from .refusals import refusal
 from .routes import bind_version
+from .suspects import REFUSED
 from .workers import STREAM_CREDIT, Entry
 
 
@@ -43,9 +44,10 @@ class Dispatcher(Lines):
             raise ModelNotFound(f"model {call.model!r} has no version {call.version!r}")
         if self.snapshot.draining:
             raise Draining("the server is draining", retry_after_s=served.soon(self._rng))
-        if self._poisoned and call.is_one_of(self._poisoned, self._arena.memory):
+        refused = self._suspects.refused
+        if refused and call.is_one_of(refused, self._arena.memory):
             self._counts.add("gpusup_refused_total", ("poisoned",))
-            raise InputRefused("this input was running when two workers died; it is not run again")
+            raise InputRefused(REFUSED)
         now = time.monotonic()
         self.used.add(call.model)
         if not call.deadline:

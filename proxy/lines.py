@@ -13,16 +13,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from gpusup.conf.schema import Config
-from gpusup.supervisor.wire import Band, DeviceUpdate, FromProxy, ModelInfo, Snapshot
+from gpusup.supervisor.wire import (
+    Band,
+    DeviceUpdate,
+    FromProxy,
+    InputSurvived,
+    ModelInfo,
+    Snapshot,
+)
 from gpusup.worker import wire
 
 from .arena import Arena
 from .counts import Counts
-from .errors import DeadlineExceeded, NoWorker, ProxyError, WorkerLost
+from .errors import DeadlineExceeded, InputRefused, NoWorker, ProxyError, WorkerLost
 from .lanes import Lane, Served, hopeless
 from .memory import Memory
 from .queue import Deadlines
 from .routes import choose
+from .suspects import REFUSED, Suspects
 from .workers import Entry, Worker, Workers
 
 
@@ -53,7 +61,7 @@ class Lines:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._woken = False
-        self._poisoned: frozenset[str] = frozenset()
+        self._suspects = Suspects()
         self.models: dict[str, ModelInfo] = {}
         self.used: set[str] = set()
         self.in_flight = 0  # requests from admission to answer
@@ -66,7 +74,7 @@ class Lines:
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self._poisoned = frozenset(snapshot.poisoned)
+        self._suspects.update(snapshot.poisoned, snapshot.suspects, time.monotonic())
         self.models = {model.name: model for model in snapshot.models}
         for name, info in self.models.items():
             served = self._served.get(name)
@@ -260,6 +268,8 @@ class Lines:
     def answered(self, entry: Entry, worker: Worker, answer: wire.Answer) -> None:
         if not answer.more:
             self._undegrade(entry)
+            if self._suspects.once and answer.status == "ok":
+                self._clear(entry)
         if entry.over:
             return
         if answer.more:
@@ -285,15 +295,29 @@ class Lines:
         self._queue(lane, entry, front=True)
         self._strand(lane)
 
-    def died(self, entry: Entry, worker: Worker) -> None:
+    def _clear(self, entry: Entry) -> None:
+        """It has been computed: if it was there when a worker died, it was not the reason."""
+        once = self._suspects.once
+        # Its blocks were released in this very turn: they still hold what they held.
+        if entry.call.is_one_of(once, self._arena.memory):
+            input_hash = entry.call.input_hash(self._arena.memory)
+            if self._suspects.survived(input_hash):
+                self._tell(InputSurvived(input_hash))
+
+    def died(self, entry: Entry, worker: Worker, input_hash: str) -> None:
+        refused = self._suspects.died(input_hash, entry.sent_at, time.monotonic())
         if entry.over:
             self._undegrade(entry)
             return
         model = self.models.get(entry.call.model)
-        if model is not None and model.retry == "safe" and not entry.begun:
+        safe = model is not None and model.retry == "safe" and not entry.begun
+        if safe and not refused:
             self.again(entry, "died")
             return
         self._undegrade(entry)
+        if safe:
+            self._fail(entry, InputRefused(REFUSED))
+            return
         self._fail(
             entry,
             WorkerLost(

@@ -74,7 +74,7 @@ class Owner(Protocol):
     def again(self, entry: Entry, why: str) -> None:
         """It did not run there; it is to go elsewhere."""
 
-    def died(self, entry: Entry, worker: Worker) -> None:
+    def died(self, entry: Entry, worker: Worker, input_hash: str) -> None:
         """It was executing when its worker ended."""
 
     def room(self) -> None:
@@ -305,16 +305,15 @@ class Workers:
                 unstarted.append(entry)
                 continue
             # Before its blocks go: the hash is over what they hold.
+            input_hash = entry.call.input_hash(self._arena.memory)
             self._tell(
                 InputDied(
-                    entry.call.input_hash(self._arena.memory),
-                    entry.call.model,
-                    worker.slot,
-                    worker.generation,
+                    input_hash, entry.call.model, worker.slot, worker.generation,
+                    entry.sent_at, time.monotonic(),
                 )
-            )
+            )  # fmt: skip
             self._settle(worker, entry)
-            self._owner.died(entry, worker)
+            self._owner.died(entry, worker, input_hash)
         for entry in reversed(unstarted):
             self._owner.again(entry, "died")
         self._owner.room()

@@ -44,7 +44,7 @@ class FromProxies:
             case wire.ProxyReport():
                 box.fleet.books.ledger.leased(proxy, message.leased)
             case wire.InputDied():
-                if box.poison.died(message.input_hash, message.slot, message.generation):
+                if box.poison.died(message.input_hash, message.sent_at, message.died_at):
                     box.runtime.tell(
                         "poisoned",
                         f"{message.model}: an input was executing at two deaths and is refused "
@@ -52,6 +52,9 @@ class FromProxies:
                         "warning",
                     )
                     box.persist()
+                box.publish()
+            case wire.InputSurvived():
+                if box.poison.survived(message.input_hash):
                     box.publish()
             case wire.WantModel():
                 box.runtime.post(ModelWanted(model=message.model))

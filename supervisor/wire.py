@@ -352,6 +352,8 @@ class StatusView(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceView, ...] = ()
     proxies: tuple[ProxyView, ...] = ()
     changes: tuple[ChangeView, ...] = ()  # those that are under way
+    queue_mark: float = 0.85  # the two watermarks as configured
+    shed_mark: float = 0.92
 
 
 ToProxy = Snapshot | DeviceUpdate | Reply | StopProxy | Reread
