@@ -1,16 +1,7 @@
-"""API keys: a file of hashes, a limit for each key, and nothing that can be timed.
+"""API keys: whose a key is, a limit for each, and nothing that can be timed.
 
-The file is TOML, read again on reload. Keys themselves are nowhere:
-
-    [keys.batch-jobs]
-    hash = "sha256:9f86d0..."        # from: python -m gpusup.proxy.security hash
-    rate = 50                         # requests a second; 0 or left out: no limit
-    burst = 100                       # at once, after a pause; default: a second's worth
-    concurrent = 8                    # open at the same time; 0 or left out: no limit
-    models = ["resnet50"]             # left out: all
-    admin = true                      # may load and unload models where that is enabled at all
-
-A key comes as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.
+The file of hashes (conf/keys.py) is read again on reload. A key comes as
+`Authorization: Bearer KEY` or `X-Api-Key: KEY`.
 """
 
 from __future__ import annotations
@@ -22,60 +13,32 @@ import os
 import secrets
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
-from msgspec import Meta
+from gpusup.conf.keys import (
+    KEY_LIMIT,
+    SCRYPT_KEYS,
+    KeyEntry,
+    KeyFileError,
+    hash_key,
+    read_keys,
+    scrypt,
+)
 
 from .errors import Forbidden, ProxyError, Unauthorized
 
-#: Longest key that is looked at; hashing must stay cheap for us.
-KEY_LIMIT: Final = 512
-
-#: scrypt's cost: 16 MiB and some 40 ms, paid once for each new key and then remembered.
-_SCRYPT: Final = {"n": 2**14, "r": 8, "p": 1}
 #: Wrong keys may cost scrypt this often a second, all clients together.
-_SCRYPT_RATE: Final = 10.0
+_SCRYPT_RATE: Final = float(SCRYPT_KEYS)
 _REMEMBERED: Final = 1024
 
-
-class KeyFileError(Exception):
-    """The file can't be used; says why in one line."""
-
-
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    hash: str
-    rate: Annotated[float, Meta(ge=0)] = 0.0
-    burst: Annotated[float, Meta(ge=0)] = 0.0
-    concurrent: Annotated[int, Meta(ge=0)] = 0
-    models: tuple[str, ...] = ()
-    admin: bool = False
-
-
-class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keys: dict[str, KeyEntry]
+__all__ = ["Grant", "KeyFileError", "KeyRing", "RateLimited", "hash_key"]
 
 
 class RateLimited(ProxyError):
     status = 429
     code = "RATE_LIMITED"
-
-
-def hash_key(key: str, scheme: str = "sha256") -> str:
-    """What the key file wants. sha256 suits keys that are random; scrypt those people make up."""
-    if scheme == "sha256":
-        return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
-    if scheme == "scrypt":
-        salt = secrets.token_bytes(16)
-        return f"scrypt:{salt.hex()}:{_scrypt(key, salt).hex()}"
-    raise ValueError(f"unknown scheme {scheme!r}; there are sha256 and scrypt")
-
-
-def _scrypt(key: str, salt: bytes) -> bytes:
-    return hashlib.scrypt(key.encode(), salt=salt, maxmem=2**26, dklen=32, **_SCRYPT)
 
 
 class Grant:
@@ -197,7 +160,7 @@ class KeyRing:
         if not self._may_try():
             raise RateLimited("too many unknown API keys are tried", retry_after_s=1)
         for salt, known, grant in self._slow:
-            if hmac.compare_digest(known, _scrypt(key, salt)):
+            if hmac.compare_digest(known, scrypt(key, salt)):
                 found = grant
         if found is not None and len(self._known) < _REMEMBERED:
             self._known[digest] = found
@@ -219,41 +182,6 @@ def _key_of(headers: Mapping[str, str]) -> str | None:
         scheme, _, key = text.partition(" ")
         return key.strip() if scheme.lower() == "bearer" and key.strip() else None
     return headers.get("X-Api-Key") or None
-
-
-def read_keys(path: Path) -> dict[str, KeyEntry]:
-    """Raises KeyFileError."""
-    try:
-        text = path.read_text()
-        if path.stat().st_mode & 0o002:
-            raise KeyFileError(f"cannot use {path}: everybody may write to it")
-        found = msgspec.convert(tomllib.loads(text), _KeyFile)
-    except OSError as error:
-        raise KeyFileError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise KeyFileError(f"cannot use {path}: {error}") from error
-    for name, entry in found.keys.items():
-        _check_hash(path, name, entry.hash)
-    if sum(e.hash.startswith("scrypt") for e in found.keys.values()) > _SCRYPT_RATE:
-        raise KeyFileError(
-            f"cannot use {path}: more than {_SCRYPT_RATE:g} scrypt hashes; use random keys "
-            "with sha256"
-        )
-    return found.keys
-
-
-def _check_hash(path: Path, name: str, text: str) -> None:
-    scheme, *fields = text.split(":")
-    lengths = {"sha256": [64], "scrypt": [32, 64]}.get(scheme)
-    try:
-        good = lengths is not None and [len(bytes.fromhex(f)) * 2 for f in fields] == lengths
-    except ValueError:
-        good = False
-    if not good:
-        raise KeyFileError(
-            f"cannot use {path}: the hash of key {name!r} is neither sha256:HEX nor "
-            "scrypt:SALT:HEX; make one with: python -m gpusup.proxy.security hash"
-        )
 
 
 USAGE: Final = """usage: python -m gpusup.proxy.security hash [--scrypt] [--new]

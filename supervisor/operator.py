@@ -68,6 +68,8 @@ class Operator:
                 changes=tuple(
                     status.change_view(c, now) for c in fleet.changes.values() if c.is_active()
                 ),
+                queue_mark=box.config.watermark.queue,
+                shed_mark=box.config.watermark.shed,
             )
         )
         return result
