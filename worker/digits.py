@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from .images import decode_image
+from .loader import load_weights, prefetch
 from .model import ConfigProblem, InvalidInput, Model, Request, Tensor
 
 SIDE = 8
@@ -55,15 +54,18 @@ class Digits(Model):
 
     net: nn.Module
 
+    def prepare(self, version: str) -> None:
+        prefetch(weights_path(self.weights, version))
+
     def load(self, device: torch.device, version: str) -> None:
-        tensors = load_weights(self.weights, version)
+        tensors = load_weights(weights_path(self.weights, version), device)
         with torch.device("meta"):
             net = Net()
         try:
             net.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
             raise ConfigProblem(f"weights of version {version} do not fit: {error}") from error
-        self.net = net.to(device).eval().requires_grad_(False)
+        self.net = net.eval().requires_grad_(False)
 
     def state_dict(self) -> Mapping[str, torch.Tensor] | None:
         return dict(self.net.state_dict())
@@ -87,8 +89,11 @@ class Digits(Model):
         return (torch.zeros(1, SIDE, SIDE),)
 
 
-def load_weights(weights: str, version: str) -> dict[str, torch.Tensor]:
-    """Tensors by name, from `weights` or, if that is "", from the package. Raises ConfigProblem."""
+def weights_path(weights: str, version: str) -> Path:
+    """`weights` (a file, or a folder of versions) or, if that is "", the file in the package.
+
+    Raises ConfigProblem if it is not there.
+    """
     if weights:
         path = Path(weights)
         if path.is_dir():
@@ -99,7 +104,4 @@ def load_weights(weights: str, version: str) -> dict[str, torch.Tensor]:
         there = sorted(p.stem.removeprefix("digits-") for p in path.parent.glob("*.safetensors"))
         have = f"; there are {', '.join(there)}" if there else ""
         raise ConfigProblem(f"no weights for version {version} at {path}{have}")
-    try:
-        return dict(load_file(str(path)))
-    except (OSError, SafetensorError) as error:
-        raise ConfigProblem(f"cannot read {path}: {error}") from error
+    return path

@@ -111,6 +111,10 @@ def prefetch(path: str | Path) -> int:
             list(pool.map(touch, range(0, size, CHUNK)))
     finally:
         os.close(fd)
+    if torch.cuda.is_initialized():
+        # Locking pages takes a while too; now nobody waits for it.
+        while len(_spare_gear) < min(_threads(), -(-size // CHUNK)):
+            _spare_gear.append(_new_gear(min(CHUNK, size)))
     return size
 
 
@@ -145,7 +149,7 @@ def _read(path: str | Path, header: Header, flat: torch.Tensor) -> None:
     if not total:
         return
     starts = range(0, total, CHUNK)
-    threads = min(THREADS, len(starts), max(2, os.cpu_count() or 1))
+    threads = min(_threads(), len(starts))
     own = threading.local()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     on_gpu = flat.device.type == "cuda"
@@ -172,14 +176,32 @@ def _read(path: str | Path, header: Header, flat: torch.Tensor) -> None:
             list(pool.map(move, starts))
     finally:
         os.close(fd)
+        _spare_gear.clear()
+
+
+def _threads() -> int:
+    return min(THREADS, max(2, os.cpu_count() or 1))
+
+
+def _new_gear(size: int) -> tuple[torch.Tensor, Any]:
+    """A page-locked buffer and a stream."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
+
+
+#: Made by `prefetch` for the threads of the `load_weights` that follows.
+_spare_gear: Final[list[tuple[torch.Tensor, Any]]] = []
 
 
 def _gear(own: Any, size: int) -> tuple[torch.Tensor, Any]:
     """This thread's page-locked buffer and stream."""
-    if not hasattr(own, "buffer"):
-        own.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        own.stream = torch.cuda.Stream()
-    return own.buffer, own.stream
+    if not hasattr(own, "gear"):
+        try:
+            gear = _spare_gear.pop()
+        except IndexError:
+            gear = _new_gear(size)
+        own.gear = gear if gear[0].numel() >= size else _new_gear(size)
+    found: tuple[torch.Tensor, Any] = own.gear
+    return found
 
 
 def _fill(fd: int, target: memoryview, offset: int, path: str | Path) -> None:

@@ -7,6 +7,7 @@ is estimated from what was, with a margin, and learned when it ran.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import threading
@@ -26,11 +27,20 @@ def key_of(bucket: str, rows: int) -> str:
 
 
 class Profile:
-    """Thread-safe. `path` may be "": then nothing is kept."""
+    """Thread-safe. `path` may be "": then nothing is kept.
 
-    def __init__(self, path: str, signature: str = "") -> None:
+    `kin`: what versions of one model have in common. With `borrow`, a version that was never
+    measured begins with what the last one of its kin took, so that it can answer at once; each
+    number is replaced by its own when a batch has run.
+    """
+
+    def __init__(
+        self, path: str, signature: str = "", *, kin: str = "", borrow: bool = False
+    ) -> None:
         self._path = path
         self._signature = signature
+        self._kin = kin
+        self._borrowed: set[str] = set()
         self._lock = threading.Lock()
         self._peaks: dict[str, int] = {}
         self._most: dict[str, int] = {}  # rows measured, by bucket
@@ -38,6 +48,8 @@ class Profile:
         self.known = False
         if path:
             self._load(path)
+        if path and borrow and kin and not self.known:
+            self._borrow(Path(path))
 
     def peaks(self) -> dict[str, int]:
         with self._lock:
@@ -56,7 +68,9 @@ class Profile:
         """Keep the greatest peak seen; the first one is news, a greater one too."""
         key = key_of(bucket, rows)
         with self._lock:
-            if peak > self._peaks.get(key, -1):
+            own = key not in self._borrowed
+            if not own or peak > self._peaks.get(key, -1):
+                self._borrowed.discard(key)
                 self._peaks[key] = max(0, peak)
                 self._most[bucket] = max(rows, self._most.get(bucket, 0))
                 self._changed = True
@@ -100,8 +114,14 @@ class Profile:
         with self._lock:
             if not self._path or not self._changed:
                 return
+            measured = {k: peak for k, peak in self._peaks.items() if k not in self._borrowed}
             text = json.dumps(
-                {"format": _FORMAT, "signature": self._signature, "peaks": self._peaks},
+                {
+                    "format": _FORMAT,
+                    "signature": self._signature,
+                    "kin": self._kin,
+                    "peaks": measured,
+                },
                 sort_keys=True,
             )
             self._changed = False
@@ -129,6 +149,25 @@ class Profile:
             return  # measured anew
         self._peaks = peaks
         self.known = bool(peaks)
+
+    def _borrow(self, path: Path) -> None:
+        """From the file of another version: <model>@<version>.<kind>.json lies beside ours."""
+        model, _, rest = path.name.rpartition("@")
+        with contextlib.suppress(OSError):
+            others = sorted(
+                path.parent.glob(f"{glob.escape(model)}@*.{rest.partition('.')[2]}"),
+                key=lambda other: other.stat().st_mtime,
+                reverse=True,
+            )
+            for other in others:
+                with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                    said = json.loads(other.read_text())
+                    if said["format"] != _FORMAT or said["kin"] != self._kin:
+                        continue
+                    self._peaks = {str(key): int(peak) for key, peak in said["peaks"].items()}
+                    self._borrowed = set(self._peaks)
+                    self.known = bool(self._peaks)
+                    return
 
 
 def elements_of(bucket: str) -> int:

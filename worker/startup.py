@@ -86,13 +86,19 @@ class Startup:
             on_moved(None)
         gc.collect()
         gc.freeze()  # what was loaded stays; a collection need not walk through it again
-        profile = Profile(spec.profile_path, _signature(spec))
+        # Prepared beside an old worker, it is waited for: it answers first and measures later.
+        profile = Profile(
+            spec.profile_path,
+            _signature(spec, spec.config.get("weights", "")),
+            kin=_signature(spec),
+            borrow=spec.held,
+        )
         runner = make_runner(model, device, profile, settings)
         methods = methods_of(model)
         warm_up = WarmUp(model, settings, runner, profile, self._page.load_moved)
         with self._phase("warm-up"):
             now = "predict" in methods and warm_up.run()
-        if now:
+        if now and not spec.held:
             with self._phase("graphs"), torch.inference_mode():
                 while runner.idle_step():
                     self._page.load_moved()
@@ -223,8 +229,8 @@ def _resident() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _signature(spec: wire.WorkerSpec) -> str:
-    """Peaks of another set-up are worth nothing."""
+def _signature(spec: wire.WorkerSpec, weights: str = "") -> str:
+    """Peaks of another set-up are worth nothing. Without `weights`: what all versions share."""
     config = spec.config
     return "|".join(
         str(part)
@@ -232,7 +238,7 @@ def _signature(spec: wire.WorkerSpec) -> str:
             torch.__version__,
             spec.device,
             config.get("handler", ""),
-            config.get("weights", ""),
+            weights,
             config.get("dtype", "model"),
             config.get("compile", False),
             sorted(map(str, config.get("settings", {}).items())),

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from gpusup.worker import golden
-from gpusup.worker.digits import Digits, load_weights
+from gpusup.worker.digits import Digits, weights_path
+from gpusup.worker.loader import load_weights
 from gpusup.worker.model import ConfigProblem, InvalidInput, Request
 
 FOLDER = Path(str(files("gpusup.conf") / "digits"))
@@ -47,7 +48,7 @@ def test_its_accuracy_is_told_beside_the_weights(version: str) -> None:
 
 
 def test_the_two_versions_differ() -> None:
-    one, two = load_weights("", "1"), load_weights("", "2")
+    one, two = (load_weights(weights_path("", version)) for version in ("1", "2"))
     assert any(not torch.equal(one[name], two[name]) for name in one)
 
 
@@ -77,7 +78,7 @@ def test_what_is_no_image_is_refused() -> None:
 
 def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigProblem, match=r"no weights for version 9 .*; there are 1, 2"):
-        load_weights("", "9")
+        weights_path("", "9")
     (tmp_path / "digits-1.safetensors").write_bytes(b"\x00" * 50)
-    with pytest.raises(ConfigProblem, match="cannot read"):
-        load_weights(str(tmp_path), "1")
+    with pytest.raises(ConfigProblem, match=r"digits-1\.safetensors"):
+        load_weights(weights_path(str(tmp_path), "1"))

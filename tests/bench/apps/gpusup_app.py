@@ -7,12 +7,12 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpusup.worker.loader import load_weights
 from gpusup.worker.model import ConfigProblem, InvalidInput, Model, Request, Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -120,48 +120,6 @@ class Conv(Model):
         return (torch.zeros(3, work.SIDE, work.SIDE, dtype=torch.uint8),)
 
 
-#: Copies through page-locked memory are several times as fast as pageable ones, and locking all
-#: of a large file would cost more than it saves: so a few threads, each with a piece of its own.
-COPIERS, PIECE = 8, 32 << 20
-
-
-def to_gpu(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The same tensors on the device, copied in pieces by several threads."""
-    there = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
-    pieces = [
-        (source[start : start + PIECE], target[start : start + PIECE])
-        for name, tensor in tensors.items()
-        for source, target in [(as_bytes(tensor), as_bytes(there[name]))]
-        for start in range(0, len(source), PIECE)
-    ]
-
-    def copy(mine: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        stream = torch.cuda.Stream(device)
-        locked = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        with torch.cuda.stream(stream):
-            for number, (source, target) in enumerate(mine):
-                if number >= 2:
-                    stream.synchronize()  # the piece this buffer held before may be on its way
-                half = locked[number % 2][: len(source)]
-                half.copy_(source)
-                target.copy_(half, non_blocking=True)
-        stream.synchronize()
-
-    with ThreadPoolExecutor(COPIERS) as pool:
-        list(pool.map(copy, [pieces[i::COPIERS] for i in range(COPIERS)]))
-    return there
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _as_it_is(
-    tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> Mapping[str, torch.Tensor]:
-    return tensors
-
-
 class Weights(Model):
     """Answers with the number stored in its weights file; the file may be as large as wanted."""
 
@@ -169,19 +127,10 @@ class Weights(Model):
     capturable = False
     held: Mapping[str, torch.Tensor]
 
-    def prepare(self, version: str) -> None:
-        # Imported here: only this handler needs it.
-        from safetensors.torch import load_file
-
+    def load(self, device: torch.device, version: str) -> None:
         if not self.weights:
             raise ConfigProblem("this handler needs `weights`")
-        self.held = load_file(self.weights)
-
-    def load(self, device: torch.device, version: str) -> None:
-        if not hasattr(self, "held"):
-            self.prepare(version)
-        copy = to_gpu if device.type == "cuda" else _as_it_is
-        self.held = copy(self.held, device)
+        self.held = load_weights(self.weights, device)
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         return self.held
