@@ -330,3 +330,44 @@ async def test_broken_http_makes_no_traceback(
         assert got.startswith(b"HTTP/1.")
         assert b" 400 " in got.split(b"\r\n")[0]
     assert "Traceback" not in caplog.text
+
+
+async def test_bulk_beyond_the_arena_waits_until_a_block_is_free(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    worker = await served.world.worker(answer=None)
+    await served.world.tell()
+    kind = {"Content-Type": "application/octet-stream"}
+
+    async def post() -> int:
+        data = b"b" * 290_000
+        async with client.post("/predictions/m", data=data, headers=kind) as response:
+            return response.status
+
+    posts = [asyncio.create_task(post()) for _ in range(6)]  # 1.7 MB into 1 MiB
+    await until(lambda: len(worker.items) == 3)
+    await until(lambda: served.world.door.arena.waiting == 3)
+    for _ in posts:
+        await until(lambda: worker.items)
+        worker.reply(
+            worker.items[0], parts=(wire.Part("o", b"1", content_type="application/json"),)
+        )
+    assert await asyncio.gather(*posts) == [200] * 6
+    served.world.clean()
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
+    served: Served,
+) -> None:
+    await served.world.worker()
+    await served.world.tell()
+    arena = served.world.door.arena
+    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(
+        b"POST /predictions/m HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n"
+        + b"x" * 100_000
+    )
+    await until(lambda: arena.free < arena.total)
+    writer.transport.abort()
+    await until(lambda: arena.free == arena.total)
+    served.world.clean()
