@@ -45,6 +45,10 @@ settings = {{ file = "FOLDER/again", seconds = 0.3 }}
 [models.segfault]
 handler = "{HANDLERS}:Segfault"
 
+[models.deadly]
+handler = "{HANDLERS}:Die"
+retry = "safe"
+
 [models.echo]
 handler = "{HANDLERS}:Double"
 retry = "safe"
@@ -131,15 +135,35 @@ def test_what_had_not_begun_goes_to_another_worker(service: Service) -> None:
 
 def test_an_input_that_was_there_at_two_deaths_is_refused_from_then_on(service: Service) -> None:
     service.wait_ready()
-    assert [service.predict("segfault", b"666").status for _ in range(2)] == [502, 502]
-    refused = service.until(lambda: (r := service.predict("segfault", b"666")).status == 422 and r)
-    assert refused.json()["code"] == "INPUT_REFUSED"
-    generations = [service.slot(s)["generation"] for s in slots_of(service, "segfault")]
-    assert service.predict("segfault", b"666").status == 422
+    assert [service.predict("segfault", b"666").status for _ in range(3)] == [502, 502, 422]
+    refused = service.predict("segfault", b"666")
+    assert (refused.status, refused.json()["code"]) == (422, "INPUT_REFUSED")
     assert service.predict("segfault", b"1").status == 200
     service.wait_ready()
-    assert [service.slot(s)["generation"] for s in slots_of(service, "segfault")] == generations
-    assert "signal 11" in {service.slot(s)["last_exit"] for s in slots_of(service, "segfault")}
+    slots = [service.slot(s) for s in slots_of(service, "segfault")]
+    assert sum(slot["generation"] - 1 for slot in slots) == 2
+    assert "signal 11" in {slot["last_exit"] for slot in slots}
+
+
+def test_a_deadly_input_that_may_be_repeated_kills_two_workers_and_no_third(
+    service: Service,
+) -> None:
+    assert service.predict("deadly", b"666").status == 422
+    service.wait_ready()
+    slots = [service.slot(s) for s in slots_of(service, "deadly")]
+    assert sum(slot["generation"] - 1 for slot in slots) == 2
+
+
+def test_an_input_that_was_only_a_witness_is_not_refused(service: Service) -> None:
+    """Workers are killed from outside again and again while they compute the same input."""
+    for _ in range(3):
+        service.wait_ready()
+        before = times(service, "again", 77.0) if (service.folder / "again").exists() else 0
+        asked = Asked(service, "again", 77.0)
+        service.until(lambda before=before: times(service, "again", 77.0) > before, 20)
+        lines = (service.folder / "again").read_text().splitlines()
+        os.kill(int(lines[-1].split()[0]), signal.SIGKILL)
+        assert asked.answer().status == 200
 
 
 def test_answers_never_go_to_somebody_else_while_workers_die(service: Service) -> None:
