@@ -16,6 +16,7 @@ MODULES: Final = (
     "init",
     "try_model",
     "doctor",
+    "dashboard",
     "install",
     "certify",
 )
