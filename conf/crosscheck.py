@@ -13,7 +13,14 @@ from typing import Final
 import msgspec
 
 from .handlers import resolve_handler
-from .places import LONGEST_SOCKET, SOCKET_PATH_LIMIT, parse_listen, run_dir, weights_of
+from .places import (
+    LONGEST_SOCKET,
+    SOCKET_PATH_LIMIT,
+    is_loopback,
+    parse_listen,
+    run_dir,
+    weights_of,
+)
 from .schema import Config, ModelConfig, ServerConfig
 from .units import format_size, format_time
 
@@ -47,6 +54,13 @@ def check_all(config: Config, base: Path) -> tuple[Config, list[str]]:
     return done, problems
 
 
+def _only_here(listen: str) -> bool:
+    try:
+        return is_loopback(parse_listen(listen)[0])
+    except ValueError:
+        return True  # said already
+
+
 def _server(server: ServerConfig, base: Path, say: Say) -> ServerConfig:
     for key, text in (("listen", server.listen), ("dashboard", server.dashboard)):
         if text or key == "listen":
@@ -54,6 +68,12 @@ def _server(server: ServerConfig, base: Path, say: Say) -> ServerConfig:
                 parse_listen(text)
             except ValueError as error:
                 say("server", key, str(error))
+    if server.dashboard and not server.api_keys and not _only_here(server.dashboard):
+        say(
+            "server",
+            "dashboard",
+            f'"{server.dashboard}" can be reached from other machines, so api_keys must be set',
+        )
     changes: dict[str, str] = {}
     for key in ("run_dir", "state_dir"):
         text = getattr(server, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tempfile
@@ -38,6 +39,16 @@ def parse_listen(text: str) -> tuple[str, int]:
     elif host and not _HOST.match(host):
         raise ValueError(f'expected "host:port", got "{text}"')
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address can only be reached from this machine. "" means all addresses."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def run_dir(server: ServerConfig) -> Path:

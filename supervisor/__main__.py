@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 #: Commands and the modules that have them; imported only when needed to keep `--help` quick.
@@ -22,13 +23,13 @@ MODULES: Final = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(names: Sequence[str] = MODULES) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="gpusup", description="Keeps PyTorch inference workers alive on every GPU slot."
     )
     top.add_argument("--version", action="store_true", help="print the version and stop")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
-    for name in MODULES:
+    for name in names:
         try:
             module = importlib.import_module(f"gpusup.supervisor.{name}")
         except ModuleNotFoundError as missing:
@@ -40,8 +41,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    top = parser()
-    args = top.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    first = {"try": "try_model"}.get(words[0], words[0]) if words else ""
+    top = parser((first,) if first in MODULES else MODULES)
+    args = top.parse_args(words)
     if args.version:
         from gpusup.conf.package import package_version
 

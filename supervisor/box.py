@@ -28,6 +28,7 @@ from .change import Change, ChangeState, Task
 from .check_model import ModelCheck, size_of
 from .commands import Conflict
 from .control import Control
+from .dashboard_server import Dashboard, DashboardError
 from .diagnostics import memory_record
 from .events import CheckDone, DeviceFaulted
 from .family import Family
@@ -110,6 +111,7 @@ class Box:
         self.control = Control(self.operator, self.config.server.control_group)
         self.from_proxies = FromProxies(self)
         self._running: set[asyncio.Task[None]] = set()
+        self._dashboard: Dashboard | None = None
         self.serial = 0  # of the last snapshot
         self._watchdog_at = 0.0
         self._persist: asyncio.TimerHandle | None = None
@@ -159,6 +161,7 @@ class Box:
         await self._set_up_fleet(carried)
         self._carried = None
         await self.control.serve(self.listeners.control)
+        await self._open_dashboard()
         loop.create_task(self._say_ready()).add_done_callback(lambda task: task.result())
         beat = loop.create_task(self.pulse.run())
         stopped = loop.create_task(self._stop.wait())
@@ -179,6 +182,7 @@ class Box:
         """Everything in a state that a new program can go on from; None if that can't be now."""
         self._hand_over.clear()
         self.notify.reloading()
+        await self._close_dashboard()
         await self.control.close()  # the one who asked still gets the answer
         self.probe.stop()
         await self.probe.stopped(1.0)
@@ -188,6 +192,7 @@ class Box:
                 self.runtime.tell("reexec", f"given up, nothing has changed: {why}", "error")
                 self.probe.start()
                 await self.control.serve(self.listeners.control)
+                await self._open_dashboard()
                 self.notify.ready()
                 return None
             await asyncio.sleep(0.01)
@@ -200,6 +205,29 @@ class Box:
         await self.proxies.listening()
         self.notify.ready(f"listening on {self.listeners.address}")
         log.info("listening on %s, control %s", self.listeners.address, self.listeners.control_path)
+
+    async def _open_dashboard(self) -> None:
+        """The web view, where one is configured. The service does not depend on it."""
+        server = self.config.server
+        if not server.dashboard:
+            return
+        self._dashboard = Dashboard(
+            self.listeners.control_path,
+            server.dashboard,
+            api_keys=server.api_keys,
+            tls_cert=server.tls_cert,
+            tls_key=server.tls_key,
+        )
+        try:
+            await self._dashboard.start()
+            log.info("dashboard at %s", self._dashboard.address)
+        except DashboardError as error:
+            self.runtime.tell("dashboard", str(error), "error")
+
+    async def _close_dashboard(self) -> None:
+        if self._dashboard is not None:
+            await self._dashboard.close()
+            self._dashboard = None
 
     async def _set_up_fleet(self, carried: Carried | None) -> None:
         now = time.monotonic()
@@ -272,6 +300,7 @@ class Box:
         self.proxies.kill()
         self.launcher_close()
         self.probe.stop()
+        await self._close_dashboard()
         await self.control.close()
         self.links.close()
         self.listeners.close()
