@@ -64,7 +64,7 @@ def test_an_upgrade_under_load_keeps_every_process_and_loses_no_request(service:
     assert [p.pid for p in service.processes() if "zygote" in p.cmdline()[0]] == zygotes
     assert psutil.Process(before[2]).cmdline()[0].startswith("gpusup: supervisor")
     slowest = max(s.ended - s.began for s in load.seen)
-    figure(f"two upgrades, {len(load.seen)} requests, none failed, the slowest took {slowest:.3f} s")
+    figure(f"two upgrades, {len(load.seen)} requests, none failed, slowest {slowest:.3f} s")
 
 
 def test_what_was_counted_and_told_before_is_still_there(service: Service) -> None:
