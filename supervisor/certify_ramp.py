@@ -1,0 +1,142 @@
+"""Test 1, load: the highest rate that keeps the SLA, and a longer stretch at the stated rate."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import asdict
+from typing import Final
+
+from .certify_bench import Bench
+from .certify_math import Sample, percentile, summary, variation
+from .certify_result import Result
+
+TITLE: Final = "Load: open arrivals, ramp to the knee, then the stated rate"
+FIRST_RATE: Final = 20.0
+MOST: Final = 100_000.0
+#: Without --rate, the share of the highest rate that is held: what one would run a box at.
+STATED_SHARE: Final = 0.5
+REST_LIMIT: Final = 0.03
+
+
+async def run(bench: Bench, result: Result) -> None:
+    options, profile, sla = bench.options, bench.profile, bench.options.sla
+    control = bench.target.control is not None
+    ooms = await bench.target.metric("gpusup_worker_ooms_total") if control else 0.0
+    bench.progress.step("load: warming up", 0.0)
+    warm = await bench.load.run(FIRST_RATE, 2.0)
+    result.samples += warm
+    rests: list[float] = []
+
+    async def at(rate: float, seconds: float) -> tuple[bool, list[Sample]]:
+        bench.mark(result, f"{rate:.0f}/s")
+        samples = await bench.load.run(rate, seconds)
+        found = summary(samples, rate)
+        kept = bench.keeps(samples, rate)
+        result.samples += samples
+        result.rates.append({**asdict(found), "kept": kept})
+        await bench.settled(60.0)
+        if control and kept:
+            await asyncio.sleep(0.3)
+            rests.append(await bench.resting())
+        return kept, samples
+
+    good, bad = 0.0, math.inf
+    rate = FIRST_RATE
+    while rate <= MOST:
+        bench.progress.step(f"load: {rate:.0f}/s", 0.1)
+        kept, _ = await at(rate, profile.step_s)
+        if not kept:
+            bad = rate
+            break
+        good = rate
+        rate *= 2
+    for _ in range(profile.bisections if good and bad < math.inf else 0):
+        rate = math.sqrt(good * bad)
+        bench.progress.step(f"load: {rate:.0f}/s", 0.5)
+        kept, _ = await at(rate, profile.step_s)
+        good, bad = (rate, bad) if kept else (good, rate)
+    bench.knee = good
+
+    stated = options.rate or STATED_SHARE * (good or FIRST_RATE)
+    seconds = profile.hold_s
+    bench.progress.step(f"load: {stated:.0f}/s for {seconds:g} s", 0.6)
+    _, held = await at(stated, seconds)
+    result.rates[-1]["stated"] = True
+    found = summary(held, stated)
+    reached = percentile([s.latency for s in held], sla.share)
+    whose = "as stated" if options.rate else "half of the highest rate"
+    result.figures = {
+        "highest_rate": round(good, 1),
+        "first_rate_that_failed": None if bad == math.inf else round(bad, 1),
+        "stated_rate": round(stated, 1),
+        "sla": str(sla),
+        "held": asdict(found),
+        "sla_percentile_s": reached,
+        "requests": len(result.samples),
+        "bodies": bench.sizes_from,
+        "rest_bytes": [int(r) for r in rests],
+    }
+    result.check(
+        "highest rate",
+        good > 0,
+        f"{good:.0f} requests/s keep {sla}"
+        + (f", {bad:.0f} do not" if bad < math.inf else "; no limit was found")
+        if good
+        else f"even {FIRST_RATE:.0f} requests/s do not keep {sla}: {_why(result.rates[0])}",
+    )
+    result.check(
+        "SLA at the stated rate",
+        reached <= sla.limit_s and not found.growing,
+        f"p{sla.share * 100:g} is {ms(reached)} at {stated:.0f}/s ({whose}) over {seconds:g} s; "
+        f"the limit is {ms(sla.limit_s)}"
+        + ("; answers came ever later" if found.growing else ""),
+    )
+    result.check(
+        "all answered at the stated rate",
+        found.clean,
+        f"{found.good} of {found.requests} answered well"
+        + (f"; {told(found.codes)}" if found.codes else ""),
+    )
+    lost = sum(1 for s in result.samples if s.status == 0)
+    result.check(
+        "0 lost",
+        lost == 0,
+        f"{lost} of {len(result.samples)} requests got no answer, overload included",
+    )
+    late = summary(held, stated).lag_p99
+    result.check(
+        "the generator kept up",
+        late <= max(0.05, 0.2 * sla.limit_s),
+        f"it sent within {ms(late)} of the schedule (p99); that is part of the latencies shown",
+    )
+    if not control:
+        result.skip("resting memory", "the control socket can't be reached from here")
+        result.skip("0 out of memory", "the control socket can't be reached from here")
+        return
+    change = variation(rests[1:])
+    result.check(
+        "resting memory",
+        change < REST_LIMIT,
+        f"varies by {change:.2%} over {len(rests[1:])} rests between rates; the limit is "
+        f"{REST_LIMIT:.0%}",
+    )
+    ooms = await bench.target.metric("gpusup_worker_ooms_total") - ooms
+    result.check("0 out of memory", ooms == 0, f"{ooms:.0f} out-of-memory events")
+
+
+def ms(seconds: float) -> str:
+    """As people read it: 12 ms, 1.50 s."""
+    if math.isinf(seconds):
+        return "never"
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def told(codes: dict[str, int]) -> str:
+    return ", ".join(f"{count} × {code}" for code, count in sorted(codes.items()))
+
+
+def _why(rate: dict[str, object]) -> str:
+    codes = rate["codes"]
+    words = told(codes) if isinstance(codes, dict) and codes else ""
+    return words or f"p99 {ms(float(str(rate['p99'])))}"
