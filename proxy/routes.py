@@ -147,8 +147,8 @@ def bind_version(model: ModelInfo, named: str | None, point: float | None, rng: 
     """
     if named is not None:
         return named
-    if not model.canary_version:
-        return ""
+    if not model.canary_version or model.canary_version not in model.versions:
+        return ""  # also while its worker is not there yet, or no more
     if point is None:
         point = rng.random()
     return model.canary_version if point < model.canary_share else model.version

@@ -142,6 +142,7 @@ class Connection(asyncio.Protocol):
         if self._rest:
             self.data_received(self._rest)
             self._rest = b""
+        self.flush()  # what was added before there was a transport
 
     def data_received(self, data: bytes) -> None:
         buffer: bytes | bytearray
@@ -201,7 +202,7 @@ class Connection(asyncio.Protocol):
             self.flush()
 
     def flush(self) -> None:
-        if self._items:
+        if self._items and self._transport is not None:
             self._send(wire.Work(self._items))
             self._items = []
             self._size = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from gpusup.conf.schema import Config
+from gpusup.conf.schema import Config, ModelConfig
 
 from .actions import Assignment
 from .layout import DevicePlace
@@ -19,6 +19,10 @@ from .life import Life, State
 
 #: What a successor needs on a GPU while it only prepares: its CUDA context (DESIGN 6).
 CONTEXT_BYTES: Final = 640 * 2**20
+
+
+#: Of a device's memory, for all its workers together; the rest is the driver's.
+CAP_SHARE: Final = 0.96
 
 
 @dataclass(slots=True)
@@ -41,6 +45,8 @@ class Books:
         """`size_of(assignment, kind)`: bytes a worker will take, guessed before it ever ran."""
         self.devices = {name: Device(place, place.total) for name, place in devices.items()}
         self.learned: dict[tuple[str, str, str], tuple[int, int]] = {}
+        # With other weights or settings than these it may take something else.
+        self._measured_as: dict[tuple[str, str, str], ModelConfig] = {}
         self.ledger = Ledger(share=config.watermark.shed)
         self._size_of = size_of
         for name, place in devices.items():
@@ -49,8 +55,9 @@ class Books:
     def need(self, assignment: Assignment, device: str) -> tuple[int, int]:
         """(at rest, more at the peak of a batch): measured, declared, or guessed from the file."""
         kind = self.devices[device].place.kind
-        learned = self.learned.get((assignment.model, assignment.version, kind))
-        if learned:
+        key = (assignment.model, assignment.version, kind)
+        learned = self.learned.get(key)
+        if learned and self._measured_as.get(key, assignment.config) == assignment.config:
             return learned
         rest = assignment.config.static or self._size_of(assignment, kind)
         return rest, assignment.config.peak
@@ -63,13 +70,9 @@ class Books:
         kind = self.devices[life.device].place.kind
         key = (life.assignment.model, life.assignment.version, kind)
         peak = max([*life.peaks.values(), life.assignment.config.peak])
+        self._measured_as[key] = life.assignment.config
         self.learned[key] = (memory.static + memory.context, peak)
         self.ledger.settle(life.slot, life.generation, *self.learned[key])
-
-    def forget(self, model: str, version: str) -> None:
-        """What was measured of a version no longer holds."""
-        for key in [key for key in self.learned if key[:2] == (model, version)]:
-            del self.learned[key]
 
     def sampled(self, device: str, total: int, used: int, ours: int) -> None:
         self.devices[device].total = total
@@ -117,14 +120,23 @@ class Books:
                 if (holding.slot, holding.generation) not in present:
                     self.ledger.release(holding.slot, holding.generation)
 
-    def cap(self, life: Life, slots_here: int, *, surge: bool) -> int:
-        """Bytes the worker may take at most, so that its excess is its own. 0: no cap."""
+    def cap(self, life: Life, others: Iterable[Assignment], *, surge: bool) -> int:
+        """Bytes the worker may take at most, so that its excess is its own. 0: no cap.
+
+        `others`: what the device's other slots are to run. Each gets what it needs and an equal
+        part of what is left; together they stay below the device, contexts included.
+        """
         device = self.devices[life.device]
         if not device.total:
             return 0
-        fair = int(self.ledger.share * device.total) // max(1, slots_here)
-        if not surge:
-            return fair
-        room = self.room(life.device)
-        rest, peak = self.need(life.assignment, life.device)
-        return max(rest + peak, room if room is not None else 0)
+        mine = sum(self.need(life.assignment, life.device))
+        if surge:
+            return max(mine, self.room(life.device) or 0)
+        needs = [mine, *(sum(self.need(a, life.device)) for a in others)]
+        pool = int(CAP_SHARE * device.total)
+        if device.place.kind == "cuda":
+            pool -= CONTEXT_BYTES * len(needs)  # torch's limit doesn't count the contexts
+        left = pool - sum(needs)
+        if left < 0:
+            return max(1, pool * mine // max(1, sum(needs)))
+        return mine + left // len(needs)

@@ -38,6 +38,7 @@ class Change:
     ended: float = 0.0
     steps: list[Step] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
 
     def is_active(self) -> bool:
         return self.state in ("running", "waiting")

@@ -111,7 +111,7 @@ class Swap(Change):
         """What a progress bar needs."""
         slot = self.fleet.slots.get(self._spare if self.stage is Stage.SPARE else self.current)
         heir = (slot.successor or slot.worker) if slot else None
-        self.numbers |= {
+        self.progress = {
             "stage": str(self.stage),
             "slots_done": len(self.done),
             "slots": len(self.done) + len(self.todo) + bool(self.current),

@@ -161,6 +161,7 @@ def change_view(change: Change, now: float) -> wire.ChangeView:
         took_s=change.ended - change.started if change.ended else None,
         steps=tuple((step.at - change.started, step.text) for step in change.steps),
         numbers=change.numbers,
+        progress=change.progress,
     )
 
 

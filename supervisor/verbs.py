@@ -170,8 +170,6 @@ def reload(fleet: Fleet, model: str, wish: ReloadWish, now: float) -> tuple[Chan
         swap.todo.clear()
     if not fleet.active_change(model) and (problem := _gap_problem(swap)):
         raise Refused("conflict", problem)
-    if new.version == record.current.version and new.config != record.current.config:
-        fleet.books.forget(model, new.version)  # it was measured with other weights or settings
     return swap, fleet.start_change(swap, now)
 
 

@@ -125,8 +125,9 @@ def model_info(fleet: Fleet, name: str, now: float) -> wire.ModelInfo:
     swapping = change is not None
     mixed = any(s.wanted not in (None, record.current) for s in fleet.slots_of(name))
     # A worker that died is back in a moment: what waits a little loses nothing.
+    steady = [life for life in lives if life.assignment is not record.canary]
     holding = (
-        not lives and not fleet.stopping and (swapping or coming or _retries(fleet, name, now))
+        not steady and not fleet.stopping and (swapping or coming or _retries(fleet, name, now))
     )
     return wire.ModelInfo(
         name=name,

@@ -335,6 +335,7 @@ class ChangeView(Struct, frozen=True, kw_only=True):
     took_s: float | None = None  # once it has ended
     steps: tuple[tuple[float, str], ...] = ()  # (seconds after its beginning, what was done)
     numbers: dict[str, Any] = {}
+    progress: dict[str, Any] = {}  # of a swap: stage, slots_done, slots, slot, phase, bytes
 
 
 class StatusView(Struct, frozen=True, kw_only=True):

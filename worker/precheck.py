@@ -21,6 +21,7 @@ from gpusup.conf.places import weights_of
 from gpusup.conf.safetensors_header import BrokenWeights, read_header
 
 from .entry import LoadProblem
+from .golden import read as read_golden
 from .handlers import load_handler
 from .model import ConfigProblem
 
@@ -34,6 +35,11 @@ def problem_of(config: dict[str, Any], version: str) -> str:
         handler = load_handler(str(config["handler"]))
     except LoadProblem as problem:
         return str(problem)
+    if golden := str(config.get("golden", "")):
+        try:
+            read_golden(weights_of(golden, version))
+        except LoadProblem as problem:
+            return str(problem)
     return load_problem(handler, config, weights, version)
 
 

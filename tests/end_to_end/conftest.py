@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=5, help="how many runs of chaos")
+
+
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """Short, because the names of Unix sockets must be."""

@@ -73,15 +73,15 @@ class Clients:
             said = json.loads(body)
             if (said["version"], said["value"]) != (version, x * float(version or 0)):
                 wrong = f"header {version}, body {said}, x {x}"
+        else:
+            wrong = f"status {response.status}: {body[:300]!r}"
         ended = time.monotonic()
         retry_after = response.headers.get("Retry-After", "")
         return Answer(ended, response.status, version, wrong, ended - began, retry_after)
 
     def problems(self) -> Counter[str]:
         """What was not a 200 with agreeing version and value."""
-        return Counter(
-            a.wrong or f"status {a.status}" for a in self.answers if a.wrong or a.status != 200
-        )
+        return Counter(a.wrong for a in self.answers if a.wrong)
 
     def versions(self) -> set[str]:
         return {a.version for a in self.answers if a.status == 200}
@@ -91,7 +91,3 @@ class Clients:
         last = max(a.ended for a in self.answers if a.version == old)
         first = min(a.ended for a in self.answers if a.version == new)
         return max(0.0, first - last)
-
-    def longest_silence_s(self) -> float:
-        ends = sorted(a.ended for a in self.answers if a.status == 200)
-        return max((b - a for a, b in zip(ends, ends[1:], strict=False)), default=0.0)
