@@ -131,6 +131,10 @@ class WorkerProcess:
         self.exited = True
         self._release()
 
+    def forget(self) -> None:
+        """Nobody asks for its last values any more."""
+        self.progress.close()
+
     def export(self) -> dict[str, Any]:
         """Let go without ending the worker. A worker without a pid can't be handed on."""
         if self.pid is None or self._output is None:
@@ -180,7 +184,7 @@ class WorkerProcess:
             self._output.finish()
         os.close(self._page_fd)
         self._page_fd = -1
-        # The mapping stays: the last values are evidence. It goes with this object.
+        # The mapping stays until `forget`: its last values are evidence.
 
 
 def _page(slot: str, generation: int) -> int:

@@ -228,7 +228,8 @@ class Runtime:
 
     def _forget(self, key: Key) -> None:
         self.links.forget(*key)
-        self.workers.pop(key, None)
+        if known := self.workers.pop(key, None):
+            known.process.forget()
         self.around.tidy(*key)
 
     # -- workers' words ---------------------------------------------------------------------------

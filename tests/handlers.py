@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,9 @@ class Number(Model):
         return {"value": float(row[0]), "pid": os.getpid()}
 
     def triggered(self, batch: Any) -> bool:
+        """With `settings.above`, all values from there on are triggers: each can be another."""
+        if "above" in self.settings:
+            return bool((batch >= float(self.settings["above"])).any())
         return bool((batch == float(self.settings.get("trigger", TRIGGER))).any())
 
 
@@ -240,6 +244,28 @@ class Allocates(Number):
         return batch
 
 
+class Grows(Number):
+    """Takes `settings.kib` (default 1) for each value of each row while it computes, touched and
+    held for `settings.seconds`: the memory of a request can be told from its shape."""
+
+    def load(self, device: torch.device, version: str) -> None:
+        self.device = device
+
+    def forward(self, batch: Any) -> Any:
+        import torch
+
+        size = batch.numel() * int(self.settings.get("kib", 1)) * 1024
+        block = torch.ones(size, dtype=torch.uint8, device=self.device)
+        time.sleep(float(self.settings.get("seconds", 0.0)))
+        del block
+        return batch
+
+    def forward_degraded(self, batch: Any, step: str) -> Any:
+        return batch
+
+    degrade_steps = ("lower_precision",)
+
+
 class Leaky(Number):
     """Keeps `settings.kib` (default 64) for each batch it has seen."""
 
@@ -265,6 +291,39 @@ class Chatty(Number):
     def forward(self, batch: Any) -> Any:
         os.write(1, b"\xff\xfe\x00\x1b[2Jjunk\r\n\xc3")
         return batch
+
+
+class Flood(Number):
+    """Writes `settings.mib` (default 8) MiB without a line's end at the trigger."""
+
+    def forward(self, batch: Any) -> Any:
+        if self.triggered(batch):
+            for _ in range(int(self.settings.get("mib", 8))):
+                os.write(1, b"\xfe" * 2**20)
+        return batch
+
+
+class Forks(Number):
+    """Starts what it should not leave behind: a child, and one that has fled to a session of its
+    own under another parent and ignores SIGTERM. Their pids go to `settings.file`."""
+
+    def load(self, device: torch.device, version: str) -> None:
+        command = (
+            "import os, signal, time\n"
+            "if os.fork(): os._exit(0)\n"
+            "os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            f"open({str(self.settings['file'])!r}, 'a').write(str(os.getpid()) + chr(10))\n"
+            "time.sleep(1000)\n"
+        )
+        subprocess.run([sys.executable, "-c", command], check=True)
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        if not os.fork():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.setsid()
+            while True:
+                time.sleep(1000)
+        with open(str(self.settings["file"]), "a") as file:
+            file.write(f"{child.pid}\n")
 
 
 class Scaled(Number):
