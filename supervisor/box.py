@@ -384,7 +384,11 @@ class Box:
         assert life is not None
         device = fleet.devices[launch.device]
         surge = fleet.slots[launch.slot].successor is life and not life.held
-        here = sum(s.device == launch.device for s in fleet.slots.values())
+        others = [
+            slot.wanted
+            for slot in fleet.slots.values()
+            if slot.device == launch.device and slot.name != launch.slot and slot.wanted
+        ]
         a = launch.assignment
         run_dir = str(self.listeners.run_dir)
         profile = self.state_dir / "profiles" / f"{a.model}@{a.version}.{device.place.kind}.json"
@@ -398,7 +402,7 @@ class Box:
             control_path=self.listeners.workers_path,
             data_path=view.data_path(run_dir, launch.slot, launch.generation),
             config=msgspec.to_builtins(a.config),
-            memory_cap=fleet.books.cap(life, here, surge=surge),
+            memory_cap=fleet.books.cap(life, others, surge=surge),
             device_total=device.total,
             profile_path=str(profile),
             held=launch.held,
