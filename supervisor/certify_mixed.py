@@ -1,18 +1,165 @@
+"""Test 3, mixed load: does what else runs on the machine reach the clients?"""
+
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from .certify_bench import Bench
+from .certify_math import Sample, percentile, ratio, summary
+from .certify_ramp import ms, told
 from .certify_result import Result
 
-TITLE: Final = "mixed"
-EXTRA_MODELS: Final[dict[str, dict[str, Any]]] = {}
-SHORT_LIMITS: Final[dict[str, Any]] = {}
+TITLE: Final = "Mixed: CPU hogs on all cores, disk reads, a foreign process on the GPU"
+CHANGE_LIMIT: Final = 1.15
+#: If the interval holds the limit, more windows are taken, so many times at most.
+ROUNDS: Final = 3
+_DISK_BYTES: Final = 256 * 2**20
+
+_SPIN: Final = "x = 1\nwhile True:\n    x = (x * 48271) % 2147483647"
+_READ: Final = """\
+import os, sys
+while True:
+    fd = os.open(sys.argv[1], os.O_RDONLY)
+    while os.read(fd, 1 << 20):
+        pass
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+"""
 
 
 async def run(bench: Bench, result: Result) -> None:
-    result.skipped = "not yet"
+    if bench.options.url and not bench.allowed_faults:
+        result.skipped = "hogs would harm a running service; allow it with --allow-faults"
+        return
+    profile = bench.profile
+    control = bench.target.control is not None
+    ooms = await bench.target.metric("gpusup_worker_ooms_total") if control else 0.0
+    rate = await bench.base_rate()
+    devices = (await bench.target.status())["devices"] if control else []
+    gpus = [d for d in devices if d["kind"] == "cuda"]
+    calm: list[float] = []
+    busy: list[float] = []
+    loaded: list[Sample] = []
+    foreign = ""
+    with _disk_file(bench.target.folder) as disk:
+        for turn in range(ROUNDS):
+            for number in range(profile.windows):
+                bench.progress.step("mixed: calm and busy windows in turn", number / profile.windows)
+                samples = await bench.load.run(rate, profile.window_s)
+                result.samples += samples
+                calm.append(percentile([s.latency for s in samples], 0.5))
+                bench.mark(result, "hogs")
+                async with _hogs(disk, gpus) as foreign:
+                    samples = await bench.load.run(rate, profile.window_s)
+                bench.mark(result, "calm")
+                result.samples += samples
+                loaded += samples
+                busy.append(percentile([s.latency for s in samples], 0.5))
+            found = ratio(busy, calm)
+            if not gpus or turn == ROUNDS - 1 or not found.low < CHANGE_LIMIT < found.high:
+                break
+    met = summary(loaded, rate)
+    result.figures = {
+        "rate": round(rate, 1), "windows": len(busy), "calm_p50_s": calm, "busy_p50_s": busy,
+        "change": found.value - 1, "change_low": found.low - 1, "change_high": found.high - 1,
+        "busy_p99_s": met.p99, "hogs": _words(),
+    }  # fmt: skip
+    words = (
+        f"p50 changes by {found.value - 1:+.0%} (95 %: {found.low - 1:+.0%} to "
+        f"{found.high - 1:+.0%}) over {len(busy)} pairs of windows at {rate:.0f}/s"
+    )
+    if not gpus:
+        result.skip(
+            "latency change below 15 %",
+            f"the model computes on the same cores that the hogs take, so this compares the "
+            f"kernel's scheduler with itself; it needs a GPU. For the record: {words}",
+        )
+        result.skip("a foreign process on the GPU", "there is no GPU here")
+    else:
+        admitted = met.refused > 0 and all(code for code in met.codes)
+        result.check(
+            "latency change below 15 %, or admission that says why",
+            found.value < CHANGE_LIMIT or (found.low <= CHANGE_LIMIT and admitted),
+            words + (f"; refused with a reason: {told(met.codes)}" if met.refused else ""),
+        )
+        result.check("a foreign process on the GPU", bool(foreign), foreign or "it did not start")
+    sla = bench.options.sla
+    reached = percentile([s.latency for s in loaded if s.status not in (429, 503)], sla.share)
+    result.check(
+        "SLA while busy", reached <= sla.limit_s,
+        f"p{sla.share * 100:g} is {ms(reached)} with {_words()}; the limit is {ms(sla.limit_s)}",
+    )  # fmt: skip
+    result.check(
+        "nothing lost, nothing failed", met.lost + met.failed == 0,
+        f"{met.good} of {met.requests} answered well, {met.refused} refused with a reason"
+        + (f"; {told(met.codes)}" if met.codes else ""),
+    )  # fmt: skip
+    if control:
+        ooms = await bench.target.metric("gpusup_worker_ooms_total") - ooms
+        result.check("0 out of memory", ooms == 0, f"{ooms:.0f} out-of-memory events")
+    else:
+        result.skip("0 out of memory", "the control socket can't be reached from here")
 
 
-def build_wall() -> Any:
-    return None
+def _words() -> str:
+    kind = "ffmpeg" if shutil.which("ffmpeg") else "a compute loop"
+    return f"{kind} on each of {os.cpu_count()} cores and a disk reader"
+
+
+@contextlib.contextmanager
+def _disk_file(folder: Path) -> Any:
+    path = folder / "disk"
+    with path.open("wb") as file:
+        block = os.urandom(2**20)
+        for _ in range(_DISK_BYTES // len(block)):
+            file.write(block)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def _hogs(disk: Path, gpus: Sequence[Any]) -> AsyncIterator[str]:
+    """Yields what the process on the GPU said it took."""
+    if ffmpeg := shutil.which("ffmpeg"):
+        spin = [ffmpeg, "-v", "quiet", "-f", "lavfi", "-i", "testsrc2=size=1280x720:rate=1000",
+                "-threads", "1", "-c:v", "mpeg4", "-f", "null", "-"]  # fmt: skip
+    else:
+        spin = [sys.executable, "-c", _SPIN]
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [
+        subprocess.Popen(spin, stdout=subprocess.DEVNULL, **quiet)
+        for _ in range(os.cpu_count() or 1)
+    ]
+    processes.append(
+        subprocess.Popen([sys.executable, "-c", _READ, str(disk)], stdout=subprocess.DEVNULL, **quiet)
+    )
+    foreign = ""
+    try:
+        if gpus:
+            env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0]["uuid"]}
+            hog = subprocess.Popen(
+                [sys.executable, "-m", "gpusup.worker.certify_hog", "0.3"],
+                stdout=subprocess.PIPE, text=True, env=env, **quiet,
+            )  # fmt: skip
+            processes.append(hog)
+            assert hog.stdout is not None
+            foreign = (await asyncio.to_thread(hog.stdout.readline)).strip()
+        yield foreign
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            await asyncio.to_thread(process.wait)
+            if process.stdout is not None:
+                process.stdout.close()
