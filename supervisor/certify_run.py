@@ -147,7 +147,7 @@ async def _service(options: Options, names: Sequence[str]) -> AsyncIterator[Targ
     server: Mapping[str, Any] = {}
     async with contextlib.AsyncExitStack() as stack:
         if "faults" in names:
-            models = certify_faults.EXTRA_MODELS
+            models = certify_faults.extra_models(options.config)
         if "clients" in names or "hostile" in names:
             server = dict(certify_clients.SHORT_LIMITS)
         wall = None
