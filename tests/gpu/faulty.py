@@ -11,7 +11,7 @@ from gpusup.worker.model import InvalidInput, Model, Request, Tensor
 
 
 class Breakable(Model):
-    """A small net; the body says what happens: {"do": "ok" | "hang" | "assert" | "oom" | "one-oom"}."""
+    """A small net; the body says what happens: {"do": "ok" | "hang" | "assert" | "oom"}."""
 
     inputs = (Tensor("x", "FP32", (8,)),)
     outputs = (Tensor("y", "FP32", (8,)),)
@@ -37,7 +37,7 @@ class Breakable(Model):
             table = torch.zeros(4, device=self.device)
             table[torch.full((8,), 99, device=self.device)].sum()
         if "oom" in asked:
-            free, total = torch.cuda.mem_get_info()
+            _, total = torch.cuda.mem_get_info()
             torch.empty(total, dtype=torch.uint8, device=self.device)
         return self.net(batch)
 

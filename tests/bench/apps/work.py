@@ -6,10 +6,11 @@ BENCH_WORKERS, BENCH_WIDTH (channels of the conv net), BENCH_BATCH (rows), BENCH
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MODE = os.environ.get("BENCH_MODE", "noop")
@@ -23,6 +24,8 @@ SIDE = 64  # of the conv net's images
 CONV_BYTES = 3 * SIDE * SIDE
 IMAGE_BYTES = 3 * 224 * 224
 FOREVER_S = 3600
+#: Where weights are made: in memory, if there is such a place.
+WEIGHTS = "/dev/shm/gpusup-bench" if os.path.isdir("/dev/shm") else "/tmp/gpusup-bench"
 
 
 def hang(hold_gil: bool) -> None:
@@ -87,33 +90,87 @@ def conv_forward(net: Any, images: Any) -> Any:
     return net(images.float().div_(255.0)).argmax(1)
 
 
+def bare_net(name: str) -> Any:
+    """torchvision's model in half precision, on the meta device: shapes without memory."""
+    import torch
+    import torchvision
+
+    with torch.device("meta"), _nothing_drawn():
+        return getattr(torchvision.models, name)(weights=None).eval().half()
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Without the first values of all weights: others follow, and these take most of the time."""
+    from torch.nn import init
+
+    names = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
+    kept = {name: getattr(init, name) for name in names}
+    try:
+        for name in names:
+            setattr(init, name, lambda tensor, *_, **__: tensor)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(init, name, function)
+
+
+def draw(tensors: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Random values of these shapes and types, the same each time on one kind of device.
+
+    Scaled so that nothing overflows on its way through the layers.
+    """
+    import torch
+
+    random = torch.Generator(device).manual_seed(0)
+    found = {}
+    for name, like in tensors.items():
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, tensor[0].numel() ** -0.5, generator=random)
+        else:
+            tensor.fill_(1.0 if name.endswith(("weight", "running_var")) else 0.0)
+        found[name] = tensor
+    return found
+
+
+def filled(net: Any, tensors: Mapping[str, Any]) -> Any:
+    """A bare net with these tensors as its weights, channels last."""
+    import torch
+
+    net.load_state_dict(tensors, assign=True)
+    return net.requires_grad_(False).to(memory_format=torch.channels_last)
+
+
 def gpu_net(name: str, device: Any = "cuda") -> Any:
     """torchvision's model with random weights, in half precision, channels last.
 
     The weights are drawn on the device: on the host that would take longer than all the rest of a
-    start, and a real service reads them from a file.
+    start.
     """
-    import torch
-    import torchvision
+    net = bare_net(name)
+    return filled(net, draw(net.state_dict(), device))
 
-    with torch.device("meta"):
-        net = getattr(torchvision.models, name)(weights=None)
-    net = net.eval().half().to_empty(device=device)
-    random = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in net.state_dict().items():
-            if tensor.dim() > 1:  # scaled so that nothing overflows on its way through the layers
-                tensor.normal_(0.0, tensor[0].numel() ** -0.5, generator=random)
-            else:
-                tensor.fill_(1.0 if name.endswith(("weight", "running_var")) else 0.0)
-    return net.to(memory_format=torch.channels_last)
+
+def weights_file(name: str, folder: str = WEIGHTS) -> str:
+    """A file of random weights of this net, made once. It is what a real service loads."""
+    from safetensors.torch import save_file
+
+    path = os.path.join(folder, f"{name}.safetensors")
+    if not os.path.exists(path):
+        os.makedirs(folder, exist_ok=True)
+        fresh = f"{path}.{os.getpid()}"
+        save_file(draw(bare_net(name).state_dict(), "cpu"), fresh)
+        os.replace(fresh, path)
+    return path
 
 
 def gpu_forward(net: Any, images: Any) -> Any:
-    """(rows, 3, 224, 224) uint8 on the GPU -> (rows,) int32 class numbers."""
+    """(rows, 3, side, side) uint8 on the net's device -> (rows,) int32 class numbers."""
     import torch
 
-    pixels = images.half().div_(255).to(memory_format=torch.channels_last)
+    dtype = next(net.parameters()).dtype
+    pixels = images.to(dtype=dtype, memory_format=torch.channels_last).div_(255)
     return net(pixels).argmax(1).int()
 
 
