@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
-HERE = Path(__file__).parent
-BENCH = HERE.parent / "bench"
-sys.path.insert(0, str(HERE.parent / "end_to_end"))
-sys.path.insert(0, str(BENCH / "apps"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "apps"))
 import work
 from service import Service
 
+HERE = Path(__file__).parent
+BENCH = HERE.parent / "bench"
 IMAGE = bytes(range(256)) * (3 * 224 * 224 // 256)
 LOG_TAIL = 4000
 #: torchvision takes seconds to import; the zygote does it once.
