@@ -42,7 +42,7 @@ def parser(names: Sequence[str] = MODULES) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    first = {"try": "try_model"}.get(words[0], words[0]) if words else ""
+    first = {"try": "try_model", "install-unit": "install"}.get(words[0], words[0]) if words else ""
     top = parser((first,) if first in MODULES else MODULES)
     args = top.parse_args(words)
     if args.version:

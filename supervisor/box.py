@@ -23,7 +23,7 @@ from gpusup.worker import wire as worker_wire
 
 from . import actions as act
 from . import handover, view, wire
-from .boot import devices_here, fit_rule
+from .boot import DISCOVER_S, devices_here, fit_rule
 from .change import Change, ChangeState, Task
 from .check_model import ModelCheck, size_of
 from .commands import Conflict
@@ -158,13 +158,14 @@ class Box:
             self.proxies.restore(carried.state["proxies"])
         else:
             self.proxies.start()
-        await self._set_up_fleet(carried)
+        stopped = loop.create_task(self._stop.wait())
+        if not await self._is_set_up(carried, stopped):
+            return self._leave_early()
         self._carried = None
         await self.control.serve(self.listeners.control)
         await self._open_dashboard()
-        loop.create_task(self._say_ready()).add_done_callback(lambda task: task.result())
+        loop.create_task(self._say_ready()).add_done_callback(_raise_its_error)
         beat = loop.create_task(self.pulse.run())
-        stopped = loop.create_task(self._stop.wait())
         while not stopped.done():
             asked = loop.create_task(self._hand_over.wait())
             await asyncio.wait((beat, stopped, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -229,6 +230,34 @@ class Box:
             await self._dashboard.close()
             self._dashboard = None
 
+    async def _is_set_up(self, carried: Carried | None, stopped: asyncio.Task[Any]) -> bool:
+        """False if we are to stop before it is known which devices there are."""
+        self.notify.extend(2 * DISCOVER_S)
+        setting_up = asyncio.get_running_loop().create_task(self._set_up_fleet(carried))
+        among = (setting_up,) if carried else (setting_up, stopped)
+        await asyncio.wait(among, return_when=asyncio.FIRST_COMPLETED)
+        if setting_up.done():
+            setting_up.result()
+            return True
+        setting_up.cancel()
+        await asyncio.wait((setting_up,))
+        return False
+
+    def _leave_early(self) -> int:
+        """There is no worker yet and no request has been taken."""
+        log.info("stopping: %s", self.stop_reason)
+        self.notify.stopping(self.stop_reason)
+        self._end_children()
+        self.listeners.close()
+        self.family.stop_janitor()
+        return 0
+
+    def _end_children(self) -> None:
+        self.check_model.stop()
+        self.proxies.kill()
+        self.launcher_close()
+        self.probe.stop()
+
     async def _set_up_fleet(self, carried: Carried | None) -> None:
         now = time.monotonic()
         places = carried.places if carried else await devices_here(self.config, self.probe)
@@ -285,6 +314,8 @@ class Box:
         self.fleet.stopping = True
         self.runtime.perform(self.fleet.advance)
         forced = asyncio.get_running_loop().create_task(self._force.wait())
+        # Balancers shall see that we are not ready before connections are no longer taken.
+        await asyncio.wait((forced,), timeout=self.config.server.drain_notice)
         gone = asyncio.get_running_loop().create_task(self.proxies.stop(limit))
         await asyncio.wait((forced, gone), return_when=asyncio.FIRST_COMPLETED)
         self.runtime.perform(lambda now: self.fleet.stop(now, LAST_S))
@@ -296,10 +327,7 @@ class Box:
         for life in left:
             log.error("%s: pid %d does not die", life.slot, life.pid)
         self.save_now()
-        self.check_model.stop()
-        self.proxies.kill()
-        self.launcher_close()
-        self.probe.stop()
+        self._end_children()
         await self._close_dashboard()
         await self.control.close()
         self.links.close()
@@ -329,6 +357,8 @@ class Box:
 
     def _on_hup(self) -> None:
         self.reread()
+        if not hasattr(self, "runtime"):
+            return  # the file has only just been read
         try:
             self.reload_config()
         except Exception as error:
@@ -572,6 +602,11 @@ class Box:
 
     def launcher_state(self) -> list[dict[str, Any]]:
         return self.launcher.state() if isinstance(self.launcher, ZygoteLauncher) else []
+
+
+def _raise_its_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.result()
 
 
 def open_state_dir(path: Path) -> None:

@@ -12,7 +12,8 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import setproctitle
 
@@ -47,6 +48,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = args.config or args.named
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     try:
         state = pick_up()
     except ReexecError as error:
@@ -68,9 +71,12 @@ def run(args: argparse.Namespace) -> int:
         )
     except ListenError as error:
         return _refuse(str(error))
-    from .box import open_state_dir
+    from .box import OUR_SIGNALS, open_state_dir
     from .family import become_subreaper
     from .leftovers import claim
+
+    # There is something to take away now: from here on the box, which unblocks them, decides.
+    signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
 
     folder = state_dir(config.server)
     try:
@@ -112,13 +118,16 @@ def _serve(loaded: LoadedConfig, listeners: Listeners, carried: Carried | None) 
 
     async def serve() -> tuple[int | dict[str, Any], LoadedConfig]:
         box = Box(loaded, listeners, carried)
-        return await box.run(), box.loaded
+        try:
+            return await box.run(), box.loaded
+        finally:
+            # One more Ctrl-C must not spoil the end, nor end the program that follows.
+            signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
 
     while True:
         result, loaded = asyncio.run(serve())
         if isinstance(result, int):
             return result
-        signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
         try:
             hand_over(result)
         except ReexecError as error:
@@ -126,6 +135,11 @@ def _serve(loaded: LoadedConfig, listeners: Listeners, carried: Carried | None) 
         carried = Carried(result)
         listeners = Listeners.restore(result["listeners"])
         loaded = replace(loaded, config=carried.config)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Asked to stop before anything was begun."""
+    raise SystemExit(0)
 
 
 def _refuse(*lines: str) -> int:

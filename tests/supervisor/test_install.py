@@ -11,7 +11,7 @@ from gpusup.supervisor import install
 from gpusup.supervisor.__main__ import main
 
 #: "Exposure" by systemd's own count, 0 to 10. Below it nothing is left that CUDA would survive.
-MOST_EXPOSED = 4.5
+MOST_EXPOSED = 5.0
 
 #: Each of these hides the GPU or breaks what torch does with it.
 BREAKS_CUDA = (
