@@ -48,7 +48,7 @@ from .reclaim import process_name
 from .reclaimer import Reclaimer
 from .reconfigure import reconfigure, resolve_wish
 from .records import Events, Records
-from .reexec import ReexecError
+from .reexec import OUR_SIGNALS, ReexecError
 from .runtime import Runtime
 from .saved import Saved, restore, save
 from .status import overall
@@ -63,8 +63,6 @@ log = logging.getLogger("gpusup.supervisor")
 PERSIST_AFTER_S: Final = 0.1
 #: How long an upgrade that was promised waits for a good moment.
 HAND_OVER_S: Final = 10.0
-#: Held back while one program follows the other, or their default action would end us.
-OUR_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 #: What is left of the drain limit for workers once the proxies have gone.
 LAST_S: Final = 2.0
 

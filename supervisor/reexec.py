@@ -10,6 +10,7 @@ stay ours (the pid is the same), so a pidfd need not travel: it is opened again.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -19,6 +20,10 @@ import msgspec
 #: Changes when a newer program could misread what an older one has exported.
 SCHEMA: Final = 1
 _VARIABLE: Final = "GPUSUP_REEXEC_FD"
+
+#: Held back where nothing answers to them: while one program follows the other, and from the
+#: opening of the sockets to the box that owns them. Their default action would end us.
+OUR_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class ReexecError(Exception):

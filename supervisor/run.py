@@ -23,7 +23,7 @@ from gpusup.conf.places import run_dir, state_dir
 
 from .exit_codes import USAGE
 from .listen import ListenError, Listeners, open_all
-from .reexec import ReexecError, hand_over, pick_up
+from .reexec import OUR_SIGNALS, ReexecError, hand_over, pick_up
 
 if TYPE_CHECKING:
     from .handover import Carried
@@ -71,12 +71,11 @@ def run(args: argparse.Namespace) -> int:
         )
     except ListenError as error:
         return _refuse(str(error))
-    from .box import OUR_SIGNALS, open_state_dir
-    from .family import become_subreaper
-    from .leftovers import claim
-
     # There is something to take away now: from here on the box, which unblocks them, decides.
     signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
+    from .box import open_state_dir
+    from .family import become_subreaper
+    from .leftovers import claim
 
     folder = state_dir(config.server)
     try:
@@ -107,7 +106,7 @@ def _go_on(path: Path | None, state: dict[str, Any]) -> int:
 
 
 def _serve(loaded: LoadedConfig, listeners: Listeners, carried: Carried | None) -> int:
-    from .box import OUR_SIGNALS, Box
+    from .box import Box
     from .handover import Carried
 
     set_up(loaded.config.log, "supervisor")
