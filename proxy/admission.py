@@ -225,6 +225,13 @@ class Bands:
             return "queue"
         return "normal"
 
+    def eases(self, device: str, cost: int) -> bool:
+        """Whether it would be below the shed mark once what runs now is done: waiting helps."""
+        info = self.devices.get(device)
+        if info is None or info.total <= 0:
+            return False
+        return info.watermark + (cost - info.dynamic) / info.total < self._config.shed
+
     def can_ever(self, device: str, cost: int) -> bool:
         """Whether it would fit if all our work were done and all caches trimmed."""
         info = self.devices.get(device)

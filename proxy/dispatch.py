@@ -122,7 +122,14 @@ class Dispatcher(Lines):
         if band == "normal":
             return None
         name = served.info.name
-        if band == "queue":
+        if band == "shed":
+            now = time.monotonic()
+            for step, limit in served.info.degrade:
+                if served.degraded.get(step, 0) < limit and self._choose(
+                    lane.degraded(step), entry, None, now
+                ):
+                    return step
+        if band == "queue" or self._memory.eases(devices, entry.cost):
             most = self._config.watermark.queue_per_slot * len(lane.workers)
             if not self._is_full(lane, max(1, most // self._workers.proxies)):
                 return None
@@ -130,12 +137,6 @@ class Dispatcher(Lines):
                 f"memory is short and {served.waiting} requests wait for {name!r}",
                 retry_after_s=served.soon(self._rng),
             )
-        now = time.monotonic()
-        for step, limit in served.info.degrade:
-            if served.degraded.get(step, 0) < limit and self._choose(
-                lane.degraded(step), entry, None, now
-            ):
-                return step
         raise self._memory.shed(name, entry, sorted(devices), served.soon(self._rng))
 
     def _send_degraded(self, lane: Lane, entry: Entry, step: str, now: float) -> None:

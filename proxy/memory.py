@@ -77,6 +77,10 @@ class Memory:
             )
         return "shed"
 
+    def eases(self, devices: Collection[str], cost: int) -> bool:
+        """Whether only our own work in flight is in the way on one of them."""
+        return any(self._bands.eases(device, cost) for device in devices)
+
     def take(self, worker: Worker, entry: Entry, cap: int) -> bool:
         """Lease the entry's cost there; False if the device has not so much to promise."""
         if not entry.cost:
