@@ -129,9 +129,16 @@ class Process:
         await self._site.stop()
         server = self._runner.server
         assert server is not None
-        # Those with a request are answered with `Connection: close`, and so leave by themselves.
-        server.pre_shutdown()
-        while server.connections and time.monotonic() < end:  # noqa: ASYNC110 (tells nobody)
+        # Clients that ask are answered with `Connection: close`, and so leave by themselves; it
+        # is for the idle ones that we close, since a request may be on its way to us. Again and
+        # again, because a connection that was just made is not closed by being asked once.
+        notice = (
+            0.0 if self._door.dispatcher.snapshot.draining else self._config.server.drain_notice
+        )
+        close_from = min(end, time.monotonic() + notice)
+        while server.connections and (now := time.monotonic()) < end:
+            if now >= close_from:
+                server.pre_shutdown()
             await asyncio.sleep(0.02)
         self._runner._shutdown_timeout = max(0.1, end - time.monotonic())
         await self._runner.cleanup()

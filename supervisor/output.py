@@ -76,6 +76,12 @@ class LineCutter:
         self._taken += len(data)
         self._cut(data)
 
+    def calm(self, now: float) -> bool:
+        """Say what was left out, if the flood is over. Whether there was a flood."""
+        if self._left_out and now - self._window >= 1.0:
+            self._end_flood()
+        return self._left_out > 0
+
     def end(self) -> None:
         """There is nothing more: the unfinished line counts as one."""
         self._end_flood()
@@ -135,6 +141,7 @@ class OutputReader:
         self._fd = fd
         self._cutter = LineCutter(log)
         self._loop = asyncio.get_running_loop()
+        self._calming: asyncio.TimerHandle | None = None
         self._loop.add_reader(fd, self._readable)
 
     def finish(self) -> None:
@@ -161,11 +168,21 @@ class OutputReader:
         fd, self._fd = self._fd, -1
         return fd
 
+    def _calm_later(self) -> None:
+        """The end of a flood is said also when nothing follows it."""
+        if self._calming is None and self._fd >= 0 and self._cutter.calm(self._loop.time()):
+            self._calming = self._loop.call_later(1.0, self._calm)
+
+    def _calm(self) -> None:
+        self._calming = None
+        self._calm_later()
+
     def _readable(self) -> bool:
         with suppress(BlockingIOError, InterruptedError):
             data = os.read(self._fd, _READ)
             if data:
                 self._cutter.feed(data, self._loop.time())
+                self._calm_later()
                 return True
             self.close()
         return False

@@ -185,7 +185,12 @@ class Script:
             assert not thread.is_alive(), self.service.log()
 
     def _aside(self, work: Callable[[], object]) -> None:
-        thread = threading.Thread(target=work, daemon=True)
+        def run() -> None:
+            # Its own connection may go with the proxy it came to.
+            with suppress(OSError, http.client.HTTPException):
+                work()
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         self._threads.append(thread)
 

@@ -92,3 +92,15 @@ async def test_what_still_holds_the_pipe_open_is_not_waited_for() -> None:
     reader.finish()
     assert log.last() == ["said before death"]
     os.close(write_fd)
+
+
+async def test_the_end_of_a_flood_is_told_although_nothing_follows_it() -> None:
+    told = asyncio.Event()
+    log = SlotLog(50, lambda line: told.set() if "left out" in line else None)
+    read_fd, write_fd = os.pipe()
+    reader = OutputReader(read_fd, log)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, lambda: [os.write(write_fd, b"x" * 65536) for _ in range(48)])
+    await asyncio.wait_for(told.wait(), 10)
+    reader.close()
+    os.close(write_fd)
