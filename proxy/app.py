@@ -19,7 +19,7 @@ from aiohttp.typedefs import Middleware
 
 from gpusup.conf.log import event
 
-from .door import REQUEST_ID, Door
+from .door import REFUSED, REQUEST_ID, Door
 from .errors import InvalidInput, MethodNotAllowed, NotFound, ProxyError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -36,6 +36,8 @@ _HANDSHAKE_S: Final = 10.0
 _UNLOGGED: Final = frozenset(
     {"/livez", "/readyz", "/healthz", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}
 )
+
+_OVERLOAD: Final = (429, 503)
 
 
 class Internal(ProxyError):
@@ -107,13 +109,19 @@ class Guard:
                 (route, request.method, str(status)),
                 took,
             )
-            if (
-                self._sampled
-                and route not in _UNLOGGED
-                and (self._sampled >= 1 or self._rng.random() < self._sampled)
+            refused = request.get(REFUSED)
+            if refused is not None and status in _OVERLOAD:
+                refused = None  # there may be very many; the metrics count them
+            if route not in _UNLOGGED and (
+                refused is not None
+                or self._sampled >= 1
+                or (self._sampled and self._rng.random() < self._sampled)
             ):
+                why = {} if refused is None else {"code": refused.code, "error": str(refused)}
                 event(
                     "request",
+                    "info" if refused is None else "warning",
+                    **why,
                     request_id=request_id,
                     method=request.method,
                     path=request.path,

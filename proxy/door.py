@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 #: Key of the request's id in `request[...]`, set before any handler runs.
 REQUEST_ID: Final = web.RequestKey("request_id", str)
+#: Why it was refused, for the log.
+REFUSED: Final = web.RequestKey("refused", ProxyError)
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -230,6 +232,7 @@ class Door:
     def refuse(self, request: web.Request, error: ProxyError) -> web.Response:
         """The answer that says so, in the form of the surface that was asked."""
         request_id = request.get(REQUEST_ID) or self.name_request(request)
+        request[REFUSED] = error
         for prefix, say in self.error_bodies:
             if request.path.startswith(prefix):
                 body = say(error, request_id)

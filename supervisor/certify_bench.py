@@ -171,7 +171,9 @@ class Bench:
             if not busy:
                 return
             if time.monotonic() > end:
-                raise CertifyError(f"{', '.join(busy)} still has work {limit_s:g} s after the last request")
+                raise CertifyError(
+                    f"{', '.join(busy)} still has work {limit_s:g} s after the last request"
+                )
             await asyncio.sleep(0.05)
 
     @asynccontextmanager
@@ -222,4 +224,14 @@ async def bench_for(
             yield bench
 
 
-__all__ = ["PROFILES", "Bench", "Options", "Profile", "Progress", "Series", "Sla", "bench_for", "variation"]
+__all__ = [
+    "PROFILES",
+    "Bench",
+    "Options",
+    "Profile",
+    "Progress",
+    "Series",
+    "Sla",
+    "bench_for",
+    "variation",
+]

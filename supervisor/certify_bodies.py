@@ -98,9 +98,7 @@ def _digits(target: Target, path: str) -> list[tuple[str, list[Body], str]]:
     return [(path, bodies, f"the {len(bodies)} bundled images of digits")]
 
 
-async def _images(
-    target: Target, path: str, sizes: Sizes
-) -> list[tuple[str, list[Body], str]]:
+async def _images(target: Target, path: str, sizes: Sizes) -> list[tuple[str, list[Body], str]]:
     if sizes.file is not None:
         shares, origin = read_sizes(sizes.file), f"sizes of {sizes.file.name}"
     elif seen := await _seen(target):

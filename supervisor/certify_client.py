@@ -28,9 +28,7 @@ CODE_BYTES: Final = 4096
 class Client:
     def __init__(self, setup: dict[str, Any]) -> None:
         self._url: str = setup["url"]
-        self._bodies = [
-            (Path(b["path"]).read_bytes(), dict(b["headers"])) for b in setup["bodies"]
-        ]
+        self._bodies = [(Path(b["path"]).read_bytes(), dict(b["headers"])) for b in setup["bodies"]]
         self._weights = [float(b["weight"]) for b in setup["bodies"]]
         self._limit_s: float = setup["limit_s"]
         self._stop = asyncio.Event()

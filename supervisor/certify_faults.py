@@ -92,12 +92,7 @@ class Fault:
         lost = [s for s in samples if s.status <= 0]
         excused = [s for s in lost if dies and s.sent <= broken + GRACE_S]
         unclear = [s for s in samples if s.status > 0 and not s.good and not _clear(s)]
-        fine = (
-            took is not None
-            and took <= limit_s
-            and len(lost) == len(excused)
-            and not unclear
-        )
+        fine = took is not None and took <= limit_s and len(lost) == len(excused) and not unclear
         text = problem or f"{words} after {ms(took or 0.0)}, the limit is {limit_s:.0f} s"
         text += f"; {found.good} of {found.requests} requests answered well meanwhile"
         if found.codes:
@@ -136,7 +131,9 @@ async def run(bench: Bench, result: Result) -> None:
     result.figures |= {"budget_s": BUDGET_S, "start_s": start_s, "rate": round(rate, 1)}
 
     bench.progress.step("faults: kill -9 of a worker", 0.1)
-    took = await fault.tried("worker killed", lambda: _signalled(bench, signal.SIGKILL, 0, back_s), back_s)
+    took = await fault.tried(
+        "worker killed", lambda: _signalled(bench, signal.SIGKILL, 0, back_s), back_s
+    )
     result.figures["kill_s"] = took
     bench.progress.step("faults: proxy killed", 0.2)
     await fault.tried("proxy killed", lambda: _proxy_killed(bench), RETURN_S, dies=True)
@@ -153,7 +150,9 @@ async def run(bench: Bench, result: Result) -> None:
     result.notes.append(BY_HAND)
 
 
-async def _signalled(bench: Bench, number: signal.Signals, which: int, limit_s: float) -> tuple[float, str]:
+async def _signalled(
+    bench: Bench, number: signal.Signals, which: int, limit_s: float
+) -> tuple[float, str]:
     victims = [s for s in await bench.target.slots() if s["pid"] and s["state"] == "ready"]
     if not victims:
         raise CertifyError("no worker is ready")
@@ -180,9 +179,11 @@ async def _proxy_killed(bench: Bench) -> tuple[float, str]:
     os.kill(victim["pid"], signal.SIGKILL)
     took = await bench.target.until(
         f"the return of {victim['name']}",
-        lambda s: all_ready(s)
-        and all(p["state"] == "serving" for p in s["proxies"])
-        and victim["pid"] not in {p["pid"] for p in s["proxies"]},
+        lambda s: (
+            all_ready(s)
+            and all(p["state"] == "serving" for p in s["proxies"])
+            and victim["pid"] not in {p["pid"] for p in s["proxies"]}
+        ),
         RETURN_S + 5,
     )
     return took, f"{victim['name']} was replaced"

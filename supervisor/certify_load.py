@@ -45,6 +45,7 @@ class Load:
     """`clients` processes that send to one URL. One run at a time."""
 
     clients: Sequence[asyncio.subprocess.Process]
+    url: str
     samples: list[Sample] = field(default_factory=list)  # of all runs
     _seed: int = 1
     _rate: float = 0.0
@@ -123,7 +124,7 @@ async def generator(
             assert process.stdout is not None
             if await process.stdout.readline() != b"ready\n":
                 raise LoadError("a client process of the load generator did not start")
-        yield Load(clients=processes)
+        yield Load(clients=processes, url=url)
     finally:
         for process in processes:
             if process.stdin is not None:

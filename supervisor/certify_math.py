@@ -154,7 +154,8 @@ def ratio(after: Sequence[float], before: Sequence[float], seed: int = 1) -> Rat
         raise ValueError(f"{len(after)} and {len(before)} windows, at least 2 and 2 are wanted")
     rng = random.Random(seed)
     drawn = sorted(
-        _middle(rng.choices(after, k=len(after))) / max(_middle(rng.choices(before, k=len(before))), 1e-9)
+        _middle(rng.choices(after, k=len(after)))
+        / max(_middle(rng.choices(before, k=len(before))), 1e-9)
         for _ in range(2000)
     )
     return Ratio(

@@ -53,7 +53,9 @@ async def run(bench: Bench, result: Result) -> None:
     with _disk_file(bench.target.folder) as disk:
         for turn in range(ROUNDS):
             for number in range(profile.windows):
-                bench.progress.step("mixed: calm and busy windows in turn", number / profile.windows)
+                bench.progress.step(
+                    "mixed: calm and busy windows in turn", number / profile.windows
+                )
                 samples = await bench.load.run(rate, profile.window_s)
                 result.samples += samples
                 calm.append(percentile([s.latency for s in samples], 0.5))
@@ -142,7 +144,9 @@ async def _hogs(disk: Path, gpus: Sequence[Any]) -> AsyncIterator[str]:
         for _ in range(os.cpu_count() or 1)
     ]
     processes.append(
-        subprocess.Popen([sys.executable, "-c", _READ, str(disk)], stdout=subprocess.DEVNULL, **quiet)
+        subprocess.Popen(
+            [sys.executable, "-c", _READ, str(disk)], stdout=subprocess.DEVNULL, **quiet
+        )
     )
     foreign = ""
     try:

@@ -16,7 +16,16 @@ MISSING: Final = 'plots need matplotlib: pip install "gpusup[report]"'
 _INK: Final = "#1f2937"
 _FAINT: Final = "#9ca3af"
 _P50, _P95, _P99, _RED = "#2563eb", "#7c3aed", "#db2777", "#dc2626"
-_DEVICES: Final = ("#0d9488", "#2563eb", "#d97706", "#7c3aed", "#db2777", "#65a30d", "#0891b2", "#57534e")
+_DEVICES: Final = (
+    "#0d9488",
+    "#2563eb",
+    "#d97706",
+    "#7c3aed",
+    "#db2777",
+    "#65a30d",
+    "#0891b2",
+    "#57534e",
+)
 #: Windows of a plot over time: fine enough to see an event, coarse enough for a p99.
 _WINDOWS: Final = 160
 _LEAST_S: Final = 0.25
@@ -151,7 +160,9 @@ def _latency(results: Sequence[Result], sla: tuple[float, float]) -> str:
         refused = [s for s in result.samples if s.status > 0 and not s.good]
         floor = 0.5
         axes.plot([s.due - start for s in bad], [floor] * len(bad), "x", color=_RED, ms=5)
-        axes.plot([s.due - start for s in refused], [floor] * len(refused), "|", color="#d97706", ms=6)
+        axes.plot(
+            [s.due - start for s in refused], [floor] * len(refused), "|", color="#d97706", ms=6
+        )
     axes.axhline(sla[1] * 1000, color=_RED, lw=1, label=f"SLA p{sla[0] * 100:g}")
     axes.plot([], [], "|", color="#d97706", label="refused or failed")
     axes.plot([], [], "x", color=_RED, label="lost")

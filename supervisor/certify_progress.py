@@ -52,7 +52,9 @@ class Shown:
 
     def result(self, result: Result) -> None:
         style = _STYLES[result.verdict]
-        self._console.print(f"[{style}]{result.verdict:8}[/] {result.name} in {result.took_s:.0f} s")
+        self._console.print(
+            f"[{style}]{result.verdict:8}[/] {result.name} in {result.took_s:.0f} s"
+        )
         if result.skipped:
             self.say(f"           {result.skipped}")
         for check in result.checks:

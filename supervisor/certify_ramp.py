@@ -101,8 +101,7 @@ async def run(bench: Bench, result: Result) -> None:
         "SLA at the stated rate",
         reached <= sla.limit_s and not found.growing,
         f"p{sla.share * 100:g} is {ms(reached)} at {stated:.0f}/s ({whose}) over {seconds:g} s; "
-        f"the limit is {ms(sla.limit_s)}"
-        + ("; answers came ever later" if found.growing else ""),
+        f"the limit is {ms(sla.limit_s)}" + ("; answers came ever later" if found.growing else ""),
     )
     result.check(
         "all answered at the stated rate",

@@ -81,8 +81,7 @@ def as_json(
                 "notes": result.notes,
                 "rates": result.rates,
                 "events": [
-                    {"after_s": round(m.at - result.began, 3), "text": m.text}
-                    for m in result.marks
+                    {"after_s": round(m.at - result.began, 3), "text": m.text} for m in result.marks
                 ],
             }
             for result in results
@@ -178,7 +177,9 @@ def tiles(told: Mapping[str, Any]) -> list[tuple[str, str, str]]:
              f"at {load['stated_rate']:.0f}/s"),
         ]  # fmt: skip
     if swap := figures.get("swap"):
-        found.append(("swaps", str(swap["swaps"]), f"{swap['requests']} requests, {swap['bad']} failed"))
+        found.append(
+            ("swaps", str(swap["swaps"]), f"{swap['requests']} requests, {swap['bad']} failed")
+        )
     if faults := figures.get("faults"):
         if (kill := faults.get("kill_s")) is not None:
             found.append(("kill -9 to ready", _ms(kill), "worker replaced by itself"))
@@ -225,7 +226,9 @@ def _test(test: Mapping[str, Any], plots: Mapping[str, str]) -> str:
         for c in test["checks"]
     )
     if test["skipped"]:
-        rows += f'<tr class="skipped"><td>–</td><th>skipped</th><td>{escape(test["skipped"])}</td></tr>'
+        rows += (
+            f'<tr class="skipped"><td>–</td><th>skipped</th><td>{escape(test["skipped"])}</td></tr>'
+        )
     notes = "".join(f"<p class=muted>{escape(note)}</p>" for note in test["notes"])
     picture = plots.get(f"series-{test['name']}", "")
     figure = f"<figure>{picture}</figure>" if picture else ""

@@ -70,7 +70,9 @@ def headline(results: Sequence[Result]) -> str:
         names = ", ".join(r.name for r in results if r.verdict == "skipped")
         return f"passed with {found['skipped']} skipped ({names}): not certified"
     some = len(results) < len(TESTS)
-    return f"passed: {', '.join(r.name for r in results)}" if some else "CERTIFIED: all seven passed"
+    return (
+        f"passed: {', '.join(r.name for r in results)}" if some else "CERTIFIED: all seven passed"
+    )
 
 
 async def certify(options: Options, names: Sequence[str], shown: Shown) -> Report:

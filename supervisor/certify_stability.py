@@ -111,7 +111,9 @@ async def run(bench: Bench, result: Result) -> None:
     if oom_before is None or after is None:
         result.skip("no kernel OOM", "/proc/vmstat does not count them here")
     else:
-        result.check("no kernel OOM", after == oom_before, f"{after - oom_before} OOM kills on this machine")
+        result.check(
+            "no kernel OOM", after == oom_before, f"{after - oom_before} OOM kills on this machine"
+        )
 
 
 def _judge(result: Result, readings: Readings, slope_limit: float, bench: Bench) -> None:

@@ -43,17 +43,14 @@ def derive(
         notes.append("server.api_keys is left out: no key is asked for")
     own.pop("dashboard", None)
     own.pop("control_group", None)
-    own.update(
-        listen="127.0.0.1:0", run_dir=str(folder / "run"), state_dir=str(folder / "state")
-    )
+    own.update(listen="127.0.0.1:0", run_dir=str(folder / "run"), state_dir=str(folder / "state"))
     for key, value in (server or {}).items():
         notes.append(f"server.{key} = {value!r}" if key != "listen" else f"it listens on {value}")
         own[key] = value
     raw["server"] = own
     raw["log"] = {**raw.get("log", {}), "format": "json", "file": ""}
     raw["models"] = {
-        name: _absolute(dict(model), base)
-        for name, model in (raw.get("models") or BUNDLED).items()
+        name: _absolute(dict(model), base) for name, model in (raw.get("models") or BUNDLED).items()
     }
     for name, model in (models or {}).items():
         raw["models"][name] = dict(model)
