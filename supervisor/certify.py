@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
         help=f"some of {', '.join(TESTS)}")  # fmt: skip
     parser.add_argument("--sla", default="p99=2s", help='such as "p99=200ms"')
     parser.add_argument("--rate", type=float, default=0.0,
-        help="requests a second to certify (default: half of the highest that keeps the SLA)")  # fmt: skip
+        help="requests a second to certify (default: half of the highest kept)")  # fmt: skip
     parser.add_argument("--report", type=Path, default=Path("certify-report"), help="folder")
     parser.add_argument("--allow-faults", action="store_true",
         help="with --url: kill and stop processes of the running service")  # fmt: skip
@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--input", type=Path, action="append", default=[], dest="inputs",
         help="a file, or a folder of files, to send as they are")  # fmt: skip
     parser.add_argument("--stability", default="", metavar="TIME",
-        help='how long the stability test takes, such as "2m" (default: by the profile)')  # fmt: skip
+        help='how long the stability test takes, "2m" (default: by the profile)')  # fmt: skip
     parser.set_defaults(func=run)
 
 

@@ -87,9 +87,9 @@ def attacks(host: str, model: str, path: str, good: Body, server: ServerConfig) 
 
     png = {"Content-Type": "image/png"}
     wide = server.pixels // 99_999_999 + 1
-    add("image of 99,999,999 × 1 without its pixels", raw, png_head(99_999_999, 1), png)
-    add(f"image of 99,999,999 × {wide}, a bomb", raw, png_bomb(99_999_999, wide), png, wanted=SIZE)
-    add("image of 2^31-1 × 2^31-1", raw, png_head(2**31 - 1, 2**31 - 1), png, wanted=SIZE)
+    add("image of 99,999,999 x 1 without its pixels", raw, png_head(99_999_999, 1), png)
+    add(f"image of 99,999,999 x {wide}, a bomb", raw, png_bomb(99_999_999, wide), png, wanted=SIZE)
+    add("image of 2^31-1 x 2^31-1", raw, png_head(2**31 - 1, 2**31 - 1), png, wanted=SIZE)
     add("1 GiB of base64, declared", raw, b'{"image": {"b64": "', length=1_431_655_800, wanted=SIZE,
         endless=True)  # fmt: skip
     add("1 GiB of base64, in chunks", raw, b"", wanted=SIZE, chunked=True, endless=True,
@@ -100,7 +100,7 @@ def attacks(host: str, model: str, path: str, good: Body, server: ServerConfig) 
     ).replace('"@"', "[" * 1000 + "1" + "]" * 1000).encode())  # fmt: skip
     for coding, bomb in (("gzip", gzip_bomb(2**30)), ("deflate", zlib_bomb(2**30))):
         add(f"1 GiB of zeros as {coding}", raw, bomb, {"Content-Encoding": coding}, wanted=SIZE)
-    add("a shape of 99,999,999 × 99,999,999", v2, _v2([99_999_999, 99_999_999], [1.0]))
+    add("a shape of 99,999,999 x 99,999,999", v2, _v2([99_999_999, 99_999_999], [1.0]))
     add("a shape beyond 64 bits", v2, _v2([2**31, 2**31, 2**31, 2**31], [1.0]))
     add("a negative shape", v2, _v2([-1, -4], [1.0]))
     add("fewer bytes than the shape says", v2, *_binary([1, 8, 8], 16, 16))

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from .certify_bodies import Sizes, make_bodies
 from .certify_load import Body, Load, generator
-from .certify_math import Sample, keeps, percentile, summary, variation
+from .certify_math import Sample, keeps, percentile, summary
 from .certify_result import Mark, Result
 from .certify_service import CertifyError, Target
 
@@ -122,7 +122,7 @@ class Bench:
         self.marks.append(mark)
 
     async def base_rate(self, share: float = 0.25, most: float = 200.0) -> float:
-        """A rate that leaves the service at ease; found by a short ramp where `load` did not run."""
+        """A rate that leaves the service at ease; by a short ramp where `load` did not run."""
         if not self.knee:
             self.knee = self.options.rate or await self._quick_knee()
         return max(1.0, min(most, share * self.knee))
@@ -222,16 +222,3 @@ async def bench_for(
         )  # fmt: skip
         async with bench.sampled():
             yield bench
-
-
-__all__ = [
-    "PROFILES",
-    "Bench",
-    "Options",
-    "Profile",
-    "Progress",
-    "Series",
-    "Sla",
-    "bench_for",
-    "variation",
-]

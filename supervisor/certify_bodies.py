@@ -1,4 +1,4 @@
-"""Requests that the model under test answers: the user's own, the bundled digits, images, tensors."""
+"""Requests that the model answers: the user's own, the bundled digits, images, tensors."""
 
 from __future__ import annotations
 

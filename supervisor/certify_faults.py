@@ -1,4 +1,4 @@
-"""Test 2, faults: what breaks is replaced by itself, in time, with errors that say what was wrong."""
+"""Test 2, faults: what breaks is replaced by itself, in time, with errors that say why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,11 +322,8 @@ async def _gpu_lost(fault: Fault, back_s: float) -> None:
 
 @asynccontextmanager
 async def _overridden(path: Path, rules: dict[str, Any]) -> AsyncIterator[None]:
-    path.write_text(json.dumps(rules))
+    await asyncio.to_thread(path.write_text, json.dumps(rules))
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-
-
-__all__: Sequence[str] = ["BY_HAND", "TITLE", "extra_models", "run"]
+        await asyncio.to_thread(path.unlink, missing_ok=True)

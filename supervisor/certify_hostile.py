@@ -59,8 +59,7 @@ async def run(bench: Bench, result: Result) -> None:
     reader = asyncio.create_task(_watch(bench, memory))
     try:
         if target.control is not None:
-            while len(memory) < 3:
-                await asyncio.sleep(READ_S)
+            await asyncio.sleep(5 * READ_S)  # readings from before the first of them
         for number, attack in enumerate(quick):
             bench.progress.step(f"hostile: {attack.name}", 0.8 * number / len(todo))
             seen.append(await _try(attack, host, port))
@@ -80,7 +79,7 @@ async def run(bench: Bench, result: Result) -> None:
     found = summary(samples, rate)
     result.check(
         "others are served meanwhile", found.clean,
-        f"{found.good} of {found.requests} answered well beside the slow senders, p99 {ms(found.p99)}"
+        f"{found.good} of {found.requests} answered well, p99 {ms(found.p99)}"
         + (f"; {told(found.codes)}" if found.codes else ""),
     )  # fmt: skip
     refused = [one for one in seen if _refused(one)]
@@ -127,7 +126,7 @@ def _memory(result: Result, memory: list[float], bench: Bench) -> None:
     result.figures["memory_grown"] = grown
     result.check(
         name, grown <= TOUCHED_BYTES,
-        f"at most {format_size(round(max(0.0, grown)))} above the beginning in {len(memory)} readings; "
+        f"at most {format_size(round(max(0.0, grown)))} above the start, {len(memory)} readings; "
         f"the limit is {format_size(TOUCHED_BYTES)}",
     )  # fmt: skip
 
@@ -161,7 +160,10 @@ async def _records(bench: Bench, result: Result, seen: list[Seen]) -> None:
             break
         await asyncio.sleep(0.1)
     twice = [wanted[key] for key, count in counts.items() if count > 1]
-    words = f"{len(wanted) - len(missing)} of {len(wanted)} have one, with client, path, status, code and size"
+    words = (
+        f"{len(wanted) - len(missing)} of {len(wanted)} have one, with client, path, status, code "
+        "and size"
+    )
     if missing:
         words += f"; none: {', '.join(missing)}"
     if twice:

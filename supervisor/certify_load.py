@@ -97,11 +97,9 @@ async def generator(
 ) -> AsyncIterator[Load]:
     """`folder`: for the bodies, which the clients read once. `clients` 0: by the cores here."""
     count = clients or max(1, min(8, (os.cpu_count() or 1) // 4))
-    folder.mkdir(parents=True, exist_ok=True)
     told = []
     for number, body in enumerate(bodies):
-        path = folder / f"body-{number}"
-        path.write_bytes(body.data)
+        path = _write_body(folder, number, body.data)
         told.append({"path": str(path), "headers": dict(body.headers), "weight": body.weight})
     setup = {"url": url, "bodies": told, "limit_s": REQUEST_LIMIT_S}
     processes: list[asyncio.subprocess.Process] = []
@@ -132,6 +130,13 @@ async def generator(
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def _write_body(folder: Path, number: int, data: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"body-{number}"
+    path.write_bytes(data)
+    return path
 
 
 async def _write(process: asyncio.subprocess.Process, order: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ async def look_at(target: Target) -> Machine:
         gpu = gpu or device["kind"] == "cuda"
         title = f"{device['title'] or device['kind']} ({format_size(device['total'])})"
         titles[title] = titles.get(title, 0) + 1
-    lines["devices"] = ", ".join(f"{n} × {t}" for t, n in titles.items())
+    lines["devices"] = ", ".join(f"{n} x {t}" for t, n in titles.items())
     slots = [s for s in status["slots"] if s["model"] == target.model]
     lines["model"] = f"{target.model}, {len(slots)} workers"
     support: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The arithmetic of `gpusup certify`: arrivals, percentiles, intervals, when a rate is kept. Pure."""
+"""The arithmetic of `gpusup certify`: arrivals, percentiles, intervals. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def median(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Of one stretch of load. Seconds; `p*` over answered requests, infinite if the rank was lost."""
+    """Of one stretch of load. Seconds; a percentile is infinite where its rank was lost."""
 
     offered: float  # requests a second
     requests: int

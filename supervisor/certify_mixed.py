@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .certify_bench import Bench
-from .certify_math import Sample, percentile, ratio, summary
+from .certify_math import Ratio, Sample, percentile, ratio, summary
 from .certify_ramp import ms, told
 from .certify_result import Result
 
@@ -50,6 +51,7 @@ async def run(bench: Bench, result: Result) -> None:
     busy: list[float] = []
     loaded: list[Sample] = []
     foreign = ""
+    found = Ratio(value=math.nan, low=math.nan, high=math.nan)
     with _disk_file(bench.target.folder) as disk:
         for turn in range(ROUNDS):
             for number in range(profile.windows):
@@ -138,24 +140,14 @@ async def _hogs(disk: Path, gpus: Sequence[Any]) -> AsyncIterator[str]:
                 "-threads", "1", "-c:v", "mpeg4", "-f", "null", "-"]  # fmt: skip
     else:
         spin = [sys.executable, "-c", _SPIN]
-    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = [
-        subprocess.Popen(spin, stdout=subprocess.DEVNULL, **quiet)
-        for _ in range(os.cpu_count() or 1)
-    ]
-    processes.append(
-        subprocess.Popen(
-            [sys.executable, "-c", _READ, str(disk)], stdout=subprocess.DEVNULL, **quiet
-        )
-    )
+    commands = [spin] * (os.cpu_count() or 1) + [[sys.executable, "-c", _READ, str(disk)]]
+    processes = [_background(words) for words in commands]
     foreign = ""
     try:
         if gpus:
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0]["uuid"]}
-            hog = subprocess.Popen(
-                [sys.executable, "-m", "gpusup.worker.certify_hog", "0.3"],
-                stdout=subprocess.PIPE, text=True, env=env, **quiet,
-            )  # fmt: skip
+            words = [sys.executable, "-m", "gpusup.worker.certify_hog", "0.3"]
+            hog = _background(words, stdout=subprocess.PIPE, env=env)
             processes.append(hog)
             assert hog.stdout is not None
             foreign = (await asyncio.to_thread(hog.stdout.readline)).strip()
@@ -167,3 +159,14 @@ async def _hogs(disk: Path, gpus: Sequence[Any]) -> AsyncIterator[str]:
             await asyncio.to_thread(process.wait)
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def _background(words: list[str], *, stdout: int = subprocess.DEVNULL, env: Any = None) -> Any:
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=env,
+    )

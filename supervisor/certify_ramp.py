@@ -144,7 +144,7 @@ def ms(seconds: float) -> str:
 
 
 def told(codes: dict[str, int]) -> str:
-    return ", ".join(f"{count} × {code}" for code, count in sorted(codes.items()))
+    return ", ".join(f"{count} x {code}" for code, count in sorted(codes.items()))
 
 
 def _why(rate: dict[str, object]) -> str:

@@ -20,7 +20,7 @@ from .certify_machine import Machine
 from .certify_ramp import ms
 from .certify_result import Result, Verdict, counted
 
-_SIGNS: Final[dict[Verdict, str]] = {"passed": "✓", "failed": "✗", "skipped": "–"}
+_SIGNS: Final[dict[Verdict, str]] = {"passed": "✓", "failed": "✗", "skipped": "-"}
 
 
 def write_all(
@@ -187,8 +187,9 @@ def tiles(told: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             found.append(("hang to answer", _ms(hang), f"budget {faults['budget_s']:g} s"))
     if stability := figures.get("stability"):
         minutes = stability["seconds"] / 60
-        found.append(("steady for", f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h",
-                      f"{stability['requests']} requests, {stability['restarts']} restarts"))  # fmt: skip
+        lasted = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+        served = f"{stability['requests']} requests, {stability['restarts']} restarts"
+        found.append(("steady for", lasted, served))
     if hostile := figures.get("hostile"):
         found.append(("hostile requests refused", f"{hostile['refused']} of {hostile['sent']}",
                       f"slowest {_ms(hostile['slowest_s'])}"))  # fmt: skip
@@ -227,7 +228,7 @@ def _test(test: Mapping[str, Any], plots: Mapping[str, str]) -> str:
     )
     if test["skipped"]:
         rows += (
-            f'<tr class="skipped"><td>–</td><th>skipped</th><td>{escape(test["skipped"])}</td></tr>'
+            f'<tr class="skipped"><td>-</td><th>skipped</th><td>{escape(test["skipped"])}</td></tr>'
         )
     notes = "".join(f"<p class=muted>{escape(note)}</p>" for note in test["notes"])
     picture = plots.get(f"series-{test['name']}", "")

@@ -70,7 +70,7 @@ class Target:
                 return answer
         except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             raise CertifyError(
-                f"{method} {path}: {error or type(error).__name__}{self.last_words()}"
+                f"{method} {path}: {str(error) or type(error).__name__}{self.last_words()}"
             ) from error
 
     async def status(self) -> Any:
@@ -209,8 +209,7 @@ async def running_at(url: str, control_path: str, model: str) -> AsyncIterator[T
         async with contextlib.AsyncExitStack() as stack:
             control = None
             if control_path:
-                if os.path.isdir(control_path):
-                    control_path = os.path.join(control_path, "control.sock")
+                control_path = socket_in(control_path)
                 control = await stack.enter_async_context(
                     aiohttp.ClientSession(
                         connector=aiohttp.UnixConnector(control_path),
@@ -235,6 +234,11 @@ def choose(wanted: str, status: Any) -> str:
     return wanted or str(names[0])
 
 
+def socket_in(path: str) -> str:
+    """A run directory means the control socket in it."""
+    return os.path.join(path, "control.sock") if os.path.isdir(path) else path
+
+
 async def _only_model(url: str) -> str:
     timeout = aiohttp.ClientTimeout(total=10)
     try:
@@ -245,7 +249,7 @@ async def _only_model(url: str) -> str:
             names: Sequence[str] = [m["id"] for m in (await response.json())["data"]]
     except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, TimeoutError) as error:
         raise CertifyError(
-            f"no gpusup answers at {url}: {error or type(error).__name__}"
+            f"no gpusup answers at {url}: {str(error) or type(error).__name__}"
         ) from error
     if not names:
         raise CertifyError(f"{url} serves no model")

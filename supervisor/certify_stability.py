@@ -1,4 +1,4 @@
-"""Test 4, stability: a long stretch of low traffic in which nothing may grow and nothing restart."""
+"""Test 4, stability: a long stretch of low traffic; nothing may grow and nothing restart."""
 
 from __future__ import annotations
 
@@ -128,12 +128,10 @@ def _judge(result: Result, readings: Readings, slope_limit: float, bench: Bench)
             continue
         slopes[name] = {"per_thousand": grown.whole.value, "low": grown.whole.low,
                         "high": grown.whole.high, "points": grown.whole.points}  # fmt: skip
-        limit = slope_limit if kind in ("allocated", "reserved", "resident") else COUNT_LIMIT
         # The one that is furthest above the limit stands for all of its kind.
         careful = min(s.low for s in (grown.whole, grown.later) if s is not None)
         if kind not in worst or careful > worst[kind][0]:
             worst[kind] = (careful, name, grown)
-        _ = limit
     result.figures["slopes_per_thousand_requests"] = slopes
     for kind, title, limit in (
         ("allocated", "allocated memory", slope_limit),

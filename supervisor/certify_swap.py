@@ -84,7 +84,7 @@ async def run(bench: Bench, result: Result) -> None:
         + (f"; {told(found.codes)}" if found.codes else ""),
     )  # fmt: skip
     result.check(
-        "first answers after a swap below 2 × p50", first < 2 * usual,
+        "first answers after a swap below 2 x p50", first < 2 * usual,
         f"median of the first {FIRST} of each swap is {ms(first)}; p50 is {ms(p50)} when calm and "
         f"{ms(usual)} while swapping, of which the larger counts",
     )  # fmt: skip
