@@ -30,7 +30,7 @@ from .commands import Conflict
 from .control import Control
 from .dashboard_server import Dashboard, DashboardError
 from .diagnostics import memory_record
-from .events import CheckDone, DeviceFaulted
+from .events import CheckDone, DeviceFaulted, DriverSeen
 from .family import Family
 from .fleet import Fleet, Refused
 from .from_proxies import FromProxies
@@ -505,6 +505,8 @@ class Box:
     def _on_probe(self, state: str) -> None:
         log.info("probe is %s%s", state, f": {self.probe.reason}" if self.probe.reason else "")
         self.events.add("probe", f"probe is {state}: {self.probe.reason}", {})
+        if hasattr(self, "runtime"):
+            self.runtime.post(DriverSeen(gone=self.probe.driver_gone))
 
     def on_shed(self, proxy: str, shed: wire.Shed) -> None:
         """A band changed or a request was shed: write down who had the memory."""

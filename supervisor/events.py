@@ -118,6 +118,13 @@ class DeviceFaulted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriverSeen:
+    """The GPUs' driver answers, or `gone` says why it does not."""
+
+    gone: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUsed:
     models: tuple[str, ...]
 
@@ -165,6 +172,7 @@ Event = (
     WorkerEvents
     | DeviceSampled
     | DeviceFaulted
+    | DriverSeen
     | ModelUsed
     | ModelWanted
     | CheckDone

@@ -72,6 +72,7 @@ class Fleet:
         self.slots: dict[str, Slot] = {}
         self.changes: dict[str, Change] = {}
         self.stopping = False
+        self.driver_gone = ""
         self._fits = fits
         self._rng = rng
         self._serial = 0
@@ -138,6 +139,13 @@ class Fleet:
                     self.books.unknown(event.device)
             case ev.DeviceFaulted():
                 actions += self._device_faulted(event, now)
+            case ev.DriverSeen():
+                if event.gone != self.driver_gone:
+                    text = f"the GPU driver is gone: {event.gone}"
+                    if not event.gone:
+                        text = "the GPU driver is back"
+                    actions.append(Tell(kind="device", text=text, level="warning"))
+                self.driver_gone = event.gone
             case ev.ModelUsed():
                 for name in event.models:
                     if name in self.models:
@@ -310,6 +318,9 @@ class Fleet:
             return []
         failed_before = slot.failed
         life = self.life(event.slot, event.generation)
+        if isinstance(event, ev.WorkerExited) and life is not None and self._no_driver(slot):
+            # Without a driver nothing can live there: neither model nor slot are to blame.
+            life.blame(Outcome(Cause.GPU, f"the GPU driver was gone: {self.driver_gone}"))
         actions = slot.handle(event, now)
         if isinstance(event, ev.WorkerBecameReady) and life is not None:
             self.books.learn(life)
@@ -423,11 +434,18 @@ class Fleet:
                 actions += life.drain(now, why)
         return actions
 
+    def _no_driver(self, slot: Slot) -> bool:
+        return bool(self.driver_gone) and self.devices[slot.device].place.kind == "cuda"
+
     def _has_room(self, slot: Slot) -> bool:
         """Where memory is known and too little, wait; if somebody idle can leave, ask them to."""
         assert slot.wanted is not None
-        slot.waiting_for = self.books.shortage(slot.wanted, slot.device)
-        if not slot.waiting_for:
+        if self._no_driver(slot):
+            slot.waiting_for = f"the GPU driver: {self.driver_gone}"
+            return False
+        shortage = self.books.shortage(slot.wanted, slot.device)
+        slot.waiting_for = f"memory: {shortage}" if shortage else ""
+        if not shortage:
             return True
         leaving = any(
             life.device == slot.device and life.state not in (State.READY, State.HELD)

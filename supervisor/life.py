@@ -263,6 +263,10 @@ class Life:
             case _:
                 return []
 
+    def blame(self, outcome: Outcome) -> None:
+        """Why it is about to end, unless that is known already."""
+        self._verdict = self._verdict or outcome
+
     def postpone(self, seconds: float, now: float) -> None:
         """The judge itself was stopped for a while: nobody is late because of that."""
         self._deadline += seconds

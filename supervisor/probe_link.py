@@ -119,6 +119,7 @@ class ProbeLink:
         self.state: LinkState = "stopped"
         self.reason = ""
         self.driver = ""
+        self.driver_gone = ""  # why, while a probe has found no driver to talk to
         self.restarts = 0
 
     # -- for the caller ---------------------------------------------------------------------------
@@ -289,7 +290,7 @@ class ProbeLink:
                     self._enter("live", "")
             case ProbeHello():
                 process.greeted = True
-                self.driver = word.driver
+                self.driver, self.driver_gone = word.driver, ""
                 here = {sample.name for sample in word.devices}
                 self._samples = {n: s for n, s in self._samples.items() if n in here}
                 for sample in word.devices:
@@ -303,6 +304,7 @@ class ProbeLink:
                 self._enter("absent", text)
                 self._give_first(())
             case ProbeError(kind="reload", text=text):
+                self.driver_gone = text
                 self._give_first(())
                 self._replace(text)
             case ProbeError(text=text):

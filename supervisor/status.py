@@ -84,7 +84,7 @@ def _why(slot: Slot, life: Life | None) -> str:
     if slot.failed:
         words.append(slot.failed)
     if slot.waiting_for and life is None:
-        words.append(f"waits for memory: {slot.waiting_for}")
+        words.append(f"waits for {slot.waiting_for}")
     if life is not None and life.why_suspect:
         words.append(life.why_suspect)
     if life is not None and life.holders:

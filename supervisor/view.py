@@ -97,7 +97,7 @@ def _slot_words(slot: Slot, now: float) -> str:
     if slot.worker is not None:
         return f"{slot.worker.state} ({slot.worker.phase})"
     if slot.waiting_for:
-        return f"waits for memory: {slot.waiting_for}"
+        return f"waits for {slot.waiting_for}"
     last = f", last exit: {slot.last_exit}" if slot.last_exit else ""
     return slot.state(now) + (f": {slot.failed}" if slot.failed else last)
 

@@ -59,6 +59,7 @@ class World:
     kill_works: bool = True
     memory_returns: bool = True
     auto: bool = True
+    at_first: Callable[[World], object] = lambda world: None
     _pid: int = 1000
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class World:
             rng=random.Random(self.seed),
             now=self.now,
         )
+        self.at_first(self)
         self.sample()
 
     # -- driving ----------------------------------------------------------------------------------
