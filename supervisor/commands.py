@@ -36,6 +36,13 @@ class Conflict(CommandError):
     code = "conflict"
 
 
+class Rejected(CommandError):
+    """The wish was understood, but what it needs is not as it should be, e.g. a file."""
+
+    status = 422
+    code = "rejected"
+
+
 class NotAllowed(CommandError):
     status = 403
     code = "permission"

@@ -411,6 +411,8 @@ class Fleet:
             if slot.failed and not failed_before:
                 actions += self._gave_up(slot, now)
         for name, record in self.models.items():
+            if not self.ready_workers(name):
+                record.last_used = now  # who waits for the load has not used it yet
             idle = record.current.config.idle_unload
             quiet = idle > 0 and now - record.last_used >= idle
             if quiet and record.loaded and not self.active_change(name) and not self.stopping:

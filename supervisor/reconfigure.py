@@ -13,7 +13,7 @@ from gpusup.conf.schema import Config, ModelConfig
 
 from .actions import Action, Assignment
 from .change import Change
-from .commands import CommandError
+from .commands import Conflict, Rejected
 from .fleet import Fleet
 from .rollout import Swap
 from .verbs import ReloadWish
@@ -37,13 +37,13 @@ def reconfigure(box: Box) -> list[str]:
     try:
         loaded = load_file(box.loaded.path)
     except ConfigError as error:
-        raise CommandError("; ".join(error.lines)) from error
+        raise Rejected("; ".join(error.lines)) from error
     fleet = box.runtime.fleet
     old, new = fleet.config, loaded.config
     busy = [c.id for c in fleet.changes.values() if c.is_active() and c.model]
     if busy:
         text = f"change {busy[0]} is under way; reload when it has ended"
-        raise CommandError(text, change=busy[0])
+        raise Conflict(text, change=busy[0])
     fixed = [
         name
         for name in ("server", "devices", "supervision", "probe", "watermark")

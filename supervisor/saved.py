@@ -1,4 +1,4 @@
-"""What survives a restart of the supervisor: standings, tallies, wanted versions, poisoned inputs."""
+"""What survives a restart: standings, tallies, wanted versions, sizes, poisoned inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpusup.conf.schema import ModelConfig
 
 from .actions import Assignment
 from .fleet import Fleet
-from .slot import Standing
+from .slot import Slot, Standing
 
 
 class SavedSlot(Struct, frozen=True, kw_only=True):
@@ -25,6 +25,7 @@ class SavedSlot(Struct, frozen=True, kw_only=True):
     restarts: int = 0
     last_exit: str = ""
     generation: int = 0
+    apart: dict[str, Any] | None = None  # given to this slot only, unlike the model's others
 
 
 class SavedModel(Struct, frozen=True, kw_only=True):
@@ -58,14 +59,15 @@ def save(fleet: Fleet, poisoned: tuple[str, ...], now: float) -> Saved:
                 restarts=slot.restarts,
                 last_exit=slot.last_exit,
                 generation=slot.generation,
+                apart=_apart(fleet, slot),
             )
             for name, slot in fleet.slots.items()
         },
         models={
             name: SavedModel(
-                base=msgspec.to_builtins(fleet.config.models[name]),
-                current=msgspec.to_builtins(record.current.config),
-                previous=msgspec.to_builtins(record.previous.config) if record.previous else None,
+                base=_plain(fleet.config.models[name]),
+                current=_plain(record.current.config),
+                previous=_plain(record.previous.config) if record.previous else None,
                 loaded=record.loaded,
             )
             for name, record in fleet.models.items()
@@ -77,9 +79,18 @@ def save(fleet: Fleet, poisoned: tuple[str, ...], now: float) -> Saved:
     )
 
 
+def _apart(fleet: Fleet, slot: Slot) -> dict[str, Any] | None:
+    record = fleet.models.get(slot.model)
+    if record is None or slot.wanted in (None, record.current) or fleet.active_change(slot.model):
+        return None  # under way: a restart begins with what was there before
+    assert slot.wanted is not None
+    return _plain(slot.wanted.config)
+
+
 def restore(fleet: Fleet, saved: Saved, now: float) -> list[str]:
     """Honour what was saved. Returns what an operator should know about it."""
     words = []
+    kept = set()  # models whose section in the file is as it was
     fleet.next_serial(saved.serial)
     for key, sizes in saved.learned.items():
         model, _, rest = key.partition("|")
@@ -87,8 +98,9 @@ def restore(fleet: Fleet, saved: Saved, now: float) -> list[str]:
         fleet.books.learned[model, version, kind] = sizes
     for name, old in saved.models.items():
         record = fleet.models.get(name)
-        if record is None or old.base != msgspec.to_builtins(fleet.config.models[name]):
+        if record is None or old.base != _plain(fleet.config.models[name]):
             continue
+        kept.add(name)
         record.current = _assignment(name, old.current)
         record.previous = _assignment(name, old.previous) if old.previous else None
         if record.current.config.on_demand:
@@ -100,6 +112,8 @@ def restore(fleet: Fleet, saved: Saved, now: float) -> list[str]:
         slot = fleet.slots.get(name)
         if slot is None:
             continue
+        if before.apart is not None and slot.model in kept and slot.wanted is not None:
+            slot.wanted = _assignment(slot.model, before.apart)
         slot.generation = before.generation
         slot.restarts, slot.last_exit = before.restarts, before.last_exit
         slot.backoff.restore([now - age for age in before.tally_age_s], before.strikes)
@@ -110,6 +124,12 @@ def restore(fleet: Fleet, saved: Saved, now: float) -> list[str]:
         if slot.standing is not Standing.SCHEDULABLE or slot.failed:
             words.append(f"{name}: still {slot.failed or slot.standing} {before.why}".rstrip())
     return words
+
+
+def _plain(config: ModelConfig) -> dict[str, Any]:
+    """As it comes back from a file: lists where there were tuples."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    return plain
 
 
 def _assignment(name: str, fields: dict[str, Any]) -> Assignment:

@@ -351,7 +351,7 @@ class Stored(Number):
     """`Scaled` with the number in a safetensors file, as tensor "factor" of shape (1,).
 
     `settings.seconds` to load; `settings.raises` raises in `load` on a real device only, so that
-    no check beforehand can see it; `settings.forward_raises` in `forward`.
+    no check beforehand can see it; `settings.forward_raises` in `forward`. `settings.mib` are held.
     """
 
     def load(self, device: torch.device, version: str) -> None:
@@ -365,6 +365,7 @@ class Stored(Number):
             time.sleep(float(self.settings.get("seconds", 0.0)))
             if self.settings.get("raises"):
                 raise RuntimeError("the weights are not to my liking")
+            self.ballast = bytes(2**20) * int(self.settings.get("mib", 0))
             self.factor = float(factor)
 
     def forward(self, batch: Any) -> Any:

@@ -127,7 +127,18 @@ def test_the_canary_gets_nothing_that_is_not_bound_to_it() -> None:
 
 @pytest.mark.parametrize(("point", "version"), [(0.0, "2"), (0.24, "2"), (0.25, "1"), (0.99, "1")])
 def test_a_session_always_falls_on_the_same_side(point: float, version: str) -> None:
-    info = model(canary_version="2", canary_share=0.25)
+    info = model(versions=("1", "2"), canary_version="2", canary_share=0.25)
     assert bind_version(info, None, point, Random(1)) == version
     assert bind_version(info, "1", point, Random(1)) == "1"
     assert bind_version(model(), None, point, Random(1)) == ""
+
+
+def test_nobody_is_bound_to_a_canary_that_has_no_worker() -> None:
+    info = model(versions=("1",), canary_version="2", canary_share=0.99)
+    assert bind_version(info, None, 0.0, Random(1)) == ""
+    assert bind_version(info, "2", 0.0, Random(1)) == "2"
+
+
+def test_where_slots_hold_different_versions_by_intent_all_of_them_serve() -> None:
+    one, two = place("a", version="1"), place("b", version="2")
+    assert candidates([one, two], model(versions=("1", "2"), mixed=True), "") == [one, two]
