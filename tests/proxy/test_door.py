@@ -365,8 +365,8 @@ async def test_a_requests_cost_decides_its_band_and_is_leased_while_it_runs(worl
     assert world.door.dispatcher.leased() == {"GPU-0": 500}
     second = world.call()
     second.parts = (part,)
-    second.cost = 700
-    with pytest.raises(ShedLoad):  # 0.1 + 0.5 + 0.7
+    second.cost = 850
+    with pytest.raises(ShedLoad):  # 0.1 + 0.85: too much also when the first is done
         await world.door.infer(second)
     worker.reply(worker.items[0])
     await first
@@ -689,3 +689,23 @@ async def test_a_block_comes_back_from_the_queue(world: World) -> None:
     worker.reply(worker.items[0])
     await running
     world.clean()
+
+
+async def test_what_fits_as_soon_as_our_own_work_is_done_waits_instead_of_being_shed(
+    world: World,
+) -> None:
+    world.model(peaks={"4/fp32/1": 500})
+    worker = await world.worker(answer=None)
+    await world.tell()
+    part = wire.Part("x", b"\0" * 16, "FP32", (1, 4))
+    calls = []
+    for _ in range(2):
+        call = world.call()
+        call.parts = (part,)
+        call.cost = 700  # 0.1 + 0.7, but 0.1 + 0.7 + 0.7 while the first one runs
+        calls.append(asyncio.create_task(world.door.infer(call)))
+        await flying(worker, 1)
+    assert not any(call.done() for call in calls)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
