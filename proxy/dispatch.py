@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import AsyncGenerator
 
-from gpusup.supervisor.wire import WantModel
 from gpusup.worker import wire
 
 from .door import Call, Outcome
@@ -97,9 +96,8 @@ class Dispatcher(Lines):
                 retry_after_s=served.soon(self._rng),
             )
         if on_demand:
-            if info.state == "unloaded" and now - served.wanted_at > 1.0:
-                served.wanted_at = now
-                self._tell(WantModel(info.name))
+            if info.state == "unloaded":
+                self._want(served, now)
         else:
             entry.held_until = now + info.hold_s
 

@@ -20,6 +20,7 @@ from gpusup.supervisor.wire import (
     InputSurvived,
     ModelInfo,
     Snapshot,
+    WantModel,
 )
 from gpusup.worker import wire
 
@@ -130,6 +131,8 @@ class Lines:
         removed = info.name not in self.models
         given_up = removed or hopeless(info)
         now = time.monotonic()
+        if info.on_demand and info.state == "unloaded" and not removed:
+            self._want(lane.served, now)  # it left just when they came
         for entry in list(lane.queue):
             if lane.version and entry.call.version is None and not removed:
                 self._unqueue(lane, entry)  # bound by the canary, which is gone
@@ -140,6 +143,12 @@ class Lines:
                 self._fail(entry, lane.served.no_worker(self._rng))
             elif not entry.held_until and not info.on_demand:
                 self._hold(entry, now + info.hold_s)
+
+    def _want(self, served: Served, now: float) -> None:
+        """Have it loaded; the first of those who wait says so for all."""
+        if now - served.wanted_at > 1.0:
+            served.wanted_at = now
+            self._tell(WantModel(served.info.name))
 
     # -- queues --------------------------------------------------------------------------------
 
