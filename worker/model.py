@@ -154,7 +154,9 @@ class Model:
         """Pieces of text, one after the other. Closing the iterator stops the work."""
         raise NotImplementedError
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> Iterator[str]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Default: the messages as "role: content" lines, then `generate`."""
         lines = [f"{m.get('role', 'user')}: {m.get('content', '')}" for m in messages]
         return self.generate("\n".join([*lines, "assistant:"]), params)

@@ -705,7 +705,7 @@ async def test_what_fits_as_soon_as_our_own_work_is_done_waits_instead_of_being_
         call.cost = 700  # 0.1 + 0.7, but 0.1 + 0.7 + 0.7 while the first one runs
         calls.append(asyncio.create_task(world.door.infer(call)))
         await flying(worker, 1)
-    assert not any(call.done() for call in calls)
-    for call in calls:
-        call.cancel()
+    assert not any(task.done() for task in calls)
+    for task in calls:
+        task.cancel()
     await asyncio.gather(*calls, return_exceptions=True)

@@ -29,7 +29,7 @@ def ready() -> Life:
     life.handle(ev.WorkerStarted(**AT, pid=7), 0)  # type: ignore[arg-type]
     life.handle(ev.WorkerSaidHello(**AT, pid=7), 1)  # type: ignore[arg-type]
     life.handle(ev.WorkerBecameReady(**AT, info=ready_info()), 2)  # type: ignore[arg-type]
-    assert life.state is State.READY
+    assert life.state == State.READY.value
     return life
 
 
@@ -48,39 +48,39 @@ def names(actions: list[Action]) -> list[str]:
 def test_a_late_beat_makes_a_busy_worker_suspect_and_nothing_more() -> None:
     life = ready()
     assert life.handle(seen(20, beat_age=15, batch_age=9), 20) == []
-    assert life.state is State.SUSPECT
+    assert life.state == State.SUSPECT.value
     assert life.handle(seen(21), 21) == []
-    assert life.state is State.READY
+    assert life.state == State.READY.value
 
 
 def test_a_hang_is_found_although_the_beat_is_fine() -> None:
     life = ready()
     assert names(life.handle(seen(20, batch_age=11.5), 20)) == ["USR2"]
-    assert life.state is State.KILLING
+    assert life.state == State.KILLING.value
     assert names(life.tick(20 + CONFIG.dump_wait)) == ["KILL"]
 
 
 def test_over_budget_is_suspect_first_and_dead_before_a_fifth_more_has_passed() -> None:
     life = ready()
     life.handle(seen(20, batch_age=10.1), 20)
-    assert life.state is State.SUSPECT
+    assert life.state == State.SUSPECT.value
     life.handle(seen(20.5, batch_age=10.6), 20.5)
-    assert life.state is State.KILLING
+    assert life.state == State.KILLING.value
 
 
 def test_a_small_budget_leaves_little_time_for_the_dump() -> None:
     life = ready()
     life.handle(seen(20, batch_age=1.03, budget=1.0), 20)
-    assert life.state is State.KILLING
+    assert life.state == State.KILLING.value
     assert names(life.tick(20.06)) == ["KILL"]
 
 
 def test_an_idle_worker_without_a_beat_is_killed_only_at_the_hard_limit() -> None:
     life = ready()
     life.handle(seen(30, beat_age=19), 30)
-    assert life.state is State.SUSPECT
+    assert life.state == State.SUSPECT.value
     life.handle(seen(32, beat_age=21), 32)
-    assert life.state is State.KILLING
+    assert life.state == State.KILLING.value
 
 
 def test_loading_may_take_for_ever_as_long_as_something_moves() -> None:
@@ -101,7 +101,7 @@ def test_drain_finishes_then_stops_then_waits_for_the_memory() -> None:
     life.handle(ev.MemoryReturned(**AT, holders="pid 5"), 8)  # type: ignore[arg-type]
     assert (life.state, life.holders) == (State.RECLAIMING, "pid 5")
     life.handle(ev.MemoryReturned(**AT), 9)  # type: ignore[arg-type]
-    assert life.state is State.GONE
+    assert life.state == State.GONE.value
     assert life.outcome
     assert life.outcome.cause is Cause.REQUESTED
 
@@ -111,23 +111,23 @@ def test_what_survives_kill_is_unkillable_until_it_dies_after_all() -> None:
     life.handle(seen(20, batch_age=12), 20)
     life.tick(21)
     assert life.tick(21 + CONFIG.kill_limit + 1) == []
-    assert life.state is State.UNKILLABLE
+    assert life.state == State.UNKILLABLE.value
     life.handle(ev.WorkerExited(**AT, returncode=-9), 90)  # type: ignore[arg-type]
-    assert life.state is State.RECLAIMING
+    assert life.state == State.RECLAIMING.value
 
 
 def test_the_judges_own_pause_makes_nobody_late() -> None:
     life = ready()
     life.postpone(600, 700)
     assert life.handle(seen(700, beat_age=500, batch_age=500), 700) == []
-    assert life.state is State.READY
+    assert life.state == State.READY.value
 
 
 def test_a_held_worker_waits_for_go_and_go_may_come_first() -> None:
     life = spawned(held=True)
     life.handle(ev.WorkerSaidHello(**AT, pid=7), 1)  # type: ignore[arg-type]
     life.handle(ev.WorkerPrepared(**AT, host_bytes=1), 2)  # type: ignore[arg-type]
-    assert life.state is State.HELD
+    assert life.state == State.HELD.value
     assert life.tick(1e9) == []
     assert life.go(3) == [SendGo(slot="gpu0", generation=1)]
     early = spawned(held=True)
