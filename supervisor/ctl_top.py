@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import ctl_view, exit_codes
-from .ctl_client import Client
+from .ctl_client import Client, CtlError
 
 _EVERY_S: Final = 1.0
 _COLOURS: Final = {"green": "green", "yellow": "yellow", "red": "red"}
@@ -23,15 +23,25 @@ def run(client: Client, *, once: bool) -> int:
     """Until Ctrl-C; with `once` one picture, also where there is no terminal."""
     console = Console(no_color=not ctl_view.colours_wanted(sys.stdout))
     if once or not console.is_terminal:
-        width = None if console.is_terminal else 120
-        Console(no_color=console.no_color, width=width).print(picture(client.get("status"), {}))
+        width = None if console.is_terminal else 140
+        before, at = client.get("status"), time.monotonic()
+        time.sleep(_EVERY_S)  # a rate takes two looks
+        now = client.get("status")
+        per_second = rates(before, now, time.monotonic() - at)
+        Console(no_color=console.no_color, width=width).print(picture(now, per_second))
         return exit_codes.OK
     before = client.get("status")
     at = time.monotonic()
     with Live(picture(before, {}), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(_EVERY_S)
-            now = client.get("status")
+            try:
+                now = client.get("status")
+            except CtlError as error:
+                # It may be restarting: the last picture stays, with the reason above it.
+                silent = {**before, "state": "down", "reason": f"no answer: {error}"}
+                live.update(picture(silent, {}), refresh=True)
+                continue
             passed, at = time.monotonic() - at, time.monotonic()
             live.update(picture(now, rates(before, now, passed)), refresh=True)
             before = now
@@ -73,6 +83,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _devices(view: Mapping[str, Any]) -> Table:
+    marks = (view.get("queue_mark", 0.85), view.get("shed_mark", 0.92))
     table = _table("", "device", "band", "use", "", "free", "total", "leased", "foreign", "why")
     for device in view.get("devices", ()):
         known = device["known"]
@@ -80,13 +91,13 @@ def _devices(view: Mapping[str, Any]) -> Table:
         table.add_row(
             device["name"],
             Text(device["band"], style=_style(device["band"])),
-            ctl_view.bars(share if known else 0.0, marks=(0.85, 0.92)),
+            ctl_view.bars(share if known else 0.0, marks=marks),
             f"{share:.0%}" if known else "?",
-            ctl_view.size(device["free"]) if known else f"{ctl_view.age(device['age_s'])} old",
+            ctl_view.size(device["free"]) if known else ctl_view.unread(device["age_s"]),
             ctl_view.size(device["total"]),
             ctl_view.size(device["leased"]),
             ctl_view.size(device["foreign"]),
-            device.get("fault", ""),
+            device.get("fault") or device.get("title", ""),
         )
     return table
 
@@ -109,9 +120,21 @@ def _slots(view: Mapping[str, Any]) -> Table:
             str(slot["in_flight"]),
             str(slot["queued"]),
             ctl_view.size(memory.get("reserved")),
-            f"{slot.get('phase', '')} {slot.get('why', '')}".strip(),
+            _why(slot),
         )
     return table
+
+
+def _why(slot: Mapping[str, Any]) -> str:
+    words = []
+    if slot["state"] in ("loading", "warming", "held"):
+        words.append(slot.get("phase", ""))
+    words += [slot.get("why", ""), slot.get("successor", "")]
+    if slot.get("next_retry_s") is not None:
+        words.append(
+            f"{slot.get('last_exit', '')}; next try in {ctl_view.age(slot['next_retry_s'])}"
+        )
+    return "; ".join(word for word in words if word)
 
 
 def _models(view: Mapping[str, Any], per_second: Mapping[str, float]) -> Table:

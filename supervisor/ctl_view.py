@@ -91,7 +91,7 @@ def status(view: Mapping[str, Any], *, wide: bool = False, colours: bool = False
     if view.get("models"):
         lines += ["", *_models(view["models"], colours=colours)]
     if view.get("devices"):
-        lines += ["", *_devices(view["devices"], colours=colours)]
+        lines += ["", *_devices(view["devices"], wide=wide, colours=colours)]
     if wide and view.get("proxies"):
         head = ("PROXY", "STATE", "PID", "RESTARTS", "CONNECTIONS", "QUEUED")
         lines += ["", *table(head, [
@@ -163,23 +163,34 @@ def _models(models: Sequence[Mapping[str, Any]], *, colours: bool) -> list[str]:
     return table(head, rows, colours=colours)
 
 
-def _devices(devices: Sequence[Mapping[str, Any]], *, colours: bool) -> list[str]:
-    head = ("DEVICE", "BAND", "USE", "FREE", "TOTAL", "LEASED", "FOREIGN", "NAME")
+def unread(age_s: float) -> str:
+    return f"{age(age_s)} old" if age_s >= 0 else "never read"
+
+
+def _devices(devices: Sequence[Mapping[str, Any]], *, wide: bool, colours: bool) -> list[str]:
+    head = ["DEVICE", "BAND", "USE", "FREE", "TOTAL", "LEASED", "FOREIGN", "NAME"]
+    if wide:
+        head += ["FIGURES", "AGE", "RELEASE"]
     rows = []
     for device in devices:
         known = device["known"]
-        rows.append(
-            (
-                device["name"],
-                device["band"],
-                f"{device['watermark']:.0%}" if known else "unknown",
-                size(device["free"]) if known else f"{age(device['age_s'])} old",
-                size(device["total"]),
-                size(device["leased"]),
-                size(device["foreign"]),
-                device.get("fault") or device.get("title") or device["uuid"] or device["kind"],
-            )
-        )
+        row = [
+            device["name"],
+            device["band"],
+            f"{device['watermark']:.0%}" if known else "unknown",
+            size(device["free"]) if known else unread(device["age_s"]),
+            size(device["total"]),
+            size(device["leased"]),
+            size(device["foreign"]),
+            device.get("fault") or device.get("title") or device["uuid"] or device["kind"],
+        ]
+        if wide:
+            row += [
+                device.get("source", ""),
+                age(device["age_s"]) if device["age_s"] >= 0 else "never",
+                device.get("release", ""),
+            ]
+        rows.append(row)
     return table(head, rows, colours=colours)
 
 

@@ -61,7 +61,13 @@ class Operator:
                     for slot in fleet.slots.values()
                 ),
                 devices=tuple(
-                    status.device_view(fleet, info, reports, box.title_of(info.name))
+                    status.device_view(
+                        fleet,
+                        info,
+                        reports,
+                        box.title_of(info.name),
+                        box.reclaimer.last_on(info.name),
+                    )
                     for info in box.pulse.infos
                 ),
                 proxies=tuple(self._proxy_views()),

@@ -56,6 +56,14 @@ class Release:
     text: str = ""
 
 
+def describe(release: Release) -> str:
+    """ "memory back after 0.12 s", and whether the device itself said so."""
+    if not release.returned:
+        return release.text or f"memory not back after {release.seconds:.1f} s"
+    how = "" if release.verified else ", the device could not be asked"
+    return f"memory back after {release.seconds:.2f} s{how}"
+
+
 def session_members(session: int) -> list[int]:
     """Living processes of a session; zombies hold nothing and don't count."""
     members = []

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from .reclaim import Release, wait_released
+from .reclaim import Release, describe, wait_released
 
 if TYPE_CHECKING:
     from .box import Box
@@ -22,6 +22,12 @@ class Reclaimer:
         self._tasks: set[asyncio.Task[None]] = set()
         self.last: dict[str, Release] = {}
 
+    def last_on(self, device: str) -> str:
+        """For people: how the last release on a device went, "" if there was none."""
+        slots = [s.name for s in self._box.fleet.slots.values() if s.device == device]
+        found = [name for name in self.last if name in slots]
+        return f"{found[-1]}: {describe(self.last[found[-1]])}" if found else ""
+
     def start(self, slot: str, generation: int, device: str, pid: int) -> None:
         task = asyncio.get_running_loop().create_task(self._watch(slot, generation, device, pid))
         self._tasks.add(task)
@@ -31,6 +37,7 @@ class Reclaimer:
         limit = self._box.config.supervision.reclaim_limit
         while True:
             release = await self._wait(device, pid, limit)
+            self.last.pop(slot, None)  # the latest stands last
             self.last[slot] = release
             if release.returned:
                 if release.text:

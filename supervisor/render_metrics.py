@@ -22,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 from gpusup.conf.metrics import METRICS, Metric
 from gpusup.worker.wire import Memory
 
+from .backoff import Cause
 from .probe_wire import DeviceSample
 from .tally import Labels, Tally
 from .wire import Band, DeviceInfo, ProxyReport
@@ -66,6 +67,7 @@ class _Snapshot(Collector):
     def __init__(self, tally: Tally, facts: Facts) -> None:
         self._tally = tally
         self._gauges = dict(gauges(tally, facts))
+        self._zeros = dict(zeros(facts))
 
     def collect(self) -> Iterator[Any]:
         for metric in METRICS.values():
@@ -82,9 +84,9 @@ class _Snapshot(Collector):
 
     def _counter(self, metric: Metric) -> CounterMetricFamily:
         family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-        series = self._tally.counters.get(metric.name, {})
-        if not metric.labels and not series:
-            series = {(): 0.0}  # a counter without labels exists from the start
+        # What can be named beforehand is there from the start: the first hang must be a rise
+        # from 0 to 1, since nobody's rate() sees a series that begins at 1.
+        series = {**self._zeros.get(metric.name, {}), **self._tally.counters.get(metric.name, {})}
         for labels, value in series.items():
             family.add_metric(labels, value)
         return family
@@ -156,6 +158,25 @@ def gauges(tally: Tally, facts: Facts) -> Iterator[tuple[str, dict[Labels, float
     yield "gpusup_leak_slope_bytes", {(s,): v for s, v in facts.leak_slopes.items()}
     yield "gpusup_model_ready_workers", {key: float(n) for key, n in facts.ready.items()}
     yield "gpusup_build_info", {facts.build: 1.0}
+
+
+def zeros(facts: Facts) -> Iterator[tuple[str, dict[Labels, float]]]:
+    """Counters whose labels are known before anything has happened."""
+    devices = [device.name for device in facts.devices]
+    yield "gpusup_probe_restarts_total", {(): 0.0}
+    yield "gpusup_proxy_restarts_total", {(): 0.0}
+    for name in ("starts", "hangs", "ooms", "busy_seconds"):
+        yield f"gpusup_worker_{name}_total", {(slot,): 0.0 for slot in facts.slots}
+    yield (
+        "gpusup_worker_exits_total",
+        {(slot, cause): 0.0 for slot in facts.slots for cause in Cause},
+    )
+    yield (
+        "gpusup_swaps_total",
+        {(model, end): 0.0 for model in facts.models for end in ("done", "failed", "rolled-back")},
+    )
+    yield "gpusup_requests_total", {(model, "ok"): 0.0 for model in facts.models}
+    yield "gpusup_shed_total", {(m, device): 0.0 for m in facts.models for device in devices}
 
 
 def _add(series: dict[Labels, float], more: Mapping[str, int]) -> None:

@@ -30,6 +30,7 @@ def slot_view(
     retry = slot.retry_at - now if slot.state(now) == "backoff" else None
     assignment = life.assignment if life else slot.wanted
     memory = life.memory if life else None
+    in_flight = sum(r.in_flight.get(slot.name, 0) for r in reports)
     return wire.SlotView(
         slot=slot.name,
         device=slot.device,
@@ -44,8 +45,9 @@ def slot_view(
         restarts=slot.restarts,
         last_exit=slot.last_exit,
         next_retry_s=retry,
-        in_flight=sum(r.in_flight.get(slot.name, 0) for r in reports),
-        queued=load.queued_rows,
+        in_flight=in_flight,
+        # The worker's word is older than the proxies': nothing waits where nothing is.
+        queued=load.queued_rows if in_flight else 0,
         beat_age_s=now - progress.beat if progress and progress.beat else None,
         progress_age_s=now - progress.last_ok if progress and progress.last_ok else None,
         phase=life.phase if life else "",
@@ -128,6 +130,7 @@ def device_view(
     info: wire.DeviceInfo,
     reports: Sequence[wire.ProxyReport],
     title: str,
+    release: str = "",
 ) -> wire.DeviceView:
     device = fleet.devices[info.name]
     bands = [r.bands.get(info.name, "unknown") for r in reports] or ["unknown"]
@@ -146,6 +149,8 @@ def device_view(
         foreign=info.foreign,
         title=title,
         fault=device.lost or device.fault,
+        source=info.source,
+        release=release,
     )
 
 

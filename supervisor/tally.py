@@ -21,6 +21,10 @@ Labels = tuple[str, ...]
 
 #: Of one metric. Labels are bounded by the configuration; this is for the day when they are not.
 MOST_SERIES: Final = 5000
+#: Of one model, for counters by version: the latest used. What went before is summed up as one,
+#: since a model that is swapped every day would otherwise add a series every day.
+VERSIONS_KEPT: Final = 8
+OLDER: Final = "older"
 
 
 @dataclass(slots=True)
@@ -93,6 +97,8 @@ class Tally:
         if not 0 <= by < float("inf"):
             return
         series = self.counters.setdefault(name, {})
+        if "version" in metric.labels:
+            _fold(series, labels)
         if labels in series or len(series) < MOST_SERIES:
             series[labels] = series.get(labels, 0.0) + by
 
@@ -120,7 +126,10 @@ class Tally:
         for observed in report.histograms:
             self._observed(observed)
         for stats in report.stats:
-            self._stats.setdefault((stats.model, stats.version), _Stats()).add(stats)
+            key = (stats.model, stats.version)
+            self._stats[key] = mine = self._stats.pop(key, None) or _Stats()
+            mine.add(stats)
+            _forget(self._stats, stats.model)
         self.reports[proxy] = report
 
     def _sample(self, sample: Sample) -> None:
@@ -147,7 +156,8 @@ class Tally:
         self.count("gpusup_worker_busy_seconds_total", (slot,), busy)
         executed = max(0, now.batches - before.batches)
         key = (model, version)
-        self._executed[key] = self._executed.get(key, 0) + executed
+        self._executed[key] = self._executed.pop(key, 0) + executed
+        _forget(self._executed, model)
 
     # -- what goes out ----------------------------------------------------------------------------
 
@@ -251,6 +261,23 @@ class Tally:
                 for device, size in sorted((memory or {}).items())
             ],
         }  # fmt: skip
+
+
+def _fold(series: dict[Labels, float], labels: Labels) -> None:
+    """Make `labels` (model, version) the latest used; sum up versions beyond those kept."""
+    if labels in series:
+        series[labels] = series.pop(labels)
+        return
+    mine = [key for key in series if key[0] == labels[0] and key[1] != OLDER]
+    for key in mine[: max(0, len(mine) - VERSIONS_KEPT + 1)]:
+        older = (labels[0], OLDER)
+        series[older] = series.get(older, 0.0) + series.pop(key)
+
+
+def _forget(table: dict[tuple[str, str], Any], model: str) -> None:
+    mine = [key for key in table if key[0] == model]
+    for key in mine[: max(0, len(mine) - VERSIONS_KEPT)]:
+        del table[key]
 
 
 def _number(device: str) -> int:

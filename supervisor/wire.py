@@ -311,6 +311,8 @@ class DeviceView(Struct, frozen=True, kw_only=True):
     foreign: int = 0
     title: str = ""  # "NVIDIA H200"
     fault: str = ""
+    source: str = "none"  # of the figures: nvml, worker (its own CUDA call), resident, none
+    release: str = ""  # how the memory of the last worker that ended here came back
 
 
 class ProxyView(Struct, frozen=True, kw_only=True):
