@@ -63,6 +63,8 @@ def add_parser(subparsers: Any) -> None:
         help="a file, or a folder of files, to send as they are")  # fmt: skip
     parser.add_argument("--stability", default="", metavar="TIME",
         help='how long the stability test takes, "2m" (default: by the profile)')  # fmt: skip
+    # Stretches by so much shorter than the profile's: for tests of the command itself.
+    parser.add_argument("--scale", type=float, default=1.0, help=argparse.SUPPRESS)
     parser.set_defaults(func=run)
 
 
@@ -124,6 +126,15 @@ def _options(args: argparse.Namespace) -> Options:
     if args.rate < 0:
         raise ValueError(f"--rate is {args.rate:g}, it must be above 0")
     profile = PROFILES[args.profile]
+    if not 0 < args.scale <= 1:
+        raise ValueError(f"--scale is {args.scale:g}, it must be above 0 and at most 1")
+    profile = replace(
+        profile,
+        **{
+            name: getattr(profile, name) * args.scale
+            for name in ("step_s", "hold_s", "window_s", "stability_s", "calm_s")
+        },
+    )
     if args.stability:
         profile = replace(profile, stability_s=parse_time(args.stability))
     return Options(
@@ -138,7 +149,6 @@ def _options(args: argparse.Namespace) -> Options:
         rate=args.rate,
         sizes=args.sizes,
         inputs=tuple(args.inputs),
-        stability_s=profile.stability_s,
     )
 
 

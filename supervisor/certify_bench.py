@@ -77,7 +77,6 @@ class Options:
     rate: float  # requests a second; 0: half of the highest that keeps the SLA
     sizes: Path | None
     inputs: tuple[Path, ...]
-    stability_s: float
 
 
 class Progress(Protocol):
