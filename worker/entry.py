@@ -53,8 +53,8 @@ class LoadProblem(Exception):
 
 
 class EngineLike(Protocol):
-    """What the socket side needs of an engine. All but `load` and `run` may be called from any thread
-    and return at once.
+    """What the socket side needs of an engine. All but `load` and `run` may be called from any
+    thread and return at once.
 
     `reply` and `on_relief` never call back into the engine, so a lock may be held around them;
     `reply_all` asks `load_now`, so a lock that `load_now` takes must not be held around it.

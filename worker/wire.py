@@ -162,7 +162,7 @@ class TensorSpec(Struct, frozen=True, kw_only=True):
 
 
 class WorkerSpec(Struct, frozen=True, kw_only=True):
-    """All a worker is told at its start. Goes to the zygote, or into a file for `spawn = "exec"`."""
+    """All a worker is told at its start. To the zygote, or into a file for `spawn = "exec"`."""
 
     slot: str
     generation: int
