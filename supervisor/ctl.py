@@ -324,7 +324,15 @@ def _follow(client: Client, change_id: str, timeout: float | None, output: str) 
     until = None if timeout is None else time.monotonic() + timeout
     told = 0
     quiet = output == "json"
+    live = not quiet and ctl_view.colours_wanted(sys.stdout)
     while True:
+        if live:
+            from . import ctl_live
+
+            found = ctl_live.watch(client, change_id, until)
+            told = len(found.get("steps", ()))
+            if found["state"] in _CHANGE_CODES:
+                break
         left = _POLL_S if until is None else min(_POLL_S, until - time.monotonic())
         wait = max(0.0, left)
         found = client.get(
