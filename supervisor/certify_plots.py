@@ -29,6 +29,8 @@ _DEVICES: Final = (
 #: Windows of a plot over time: fine enough to see an event, coarse enough for a p99.
 _WINDOWS: Final = 160
 _LEAST_S: Final = 0.25
+#: Marks of an end: the line says enough.
+QUIET: Final = ("back", "calm")
 
 
 def available() -> bool:
@@ -167,9 +169,12 @@ def _latency(results: Sequence[Result], sla: tuple[float, float]) -> str:
     axes.plot([], [], "|", color="#d97706", label="refused or failed")
     axes.plot([], [], "x", color=_RED, label="lost")
     axes.set(yscale="log", ylabel="ms", xlabel="s", title="Latency over the whole run")
+    axes.set_xlim(0, end - start)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * 3)  # room for the names of the tests
     _tests(axes, results, start)
     _marks(axes, [m for r in results for m in r.marks if r.name != "load"], start)
-    axes.legend(fontsize=8, loc="upper right", ncols=3)
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.99), ncols=6)
     return _svg(figure, "latency")
 
 
@@ -195,10 +200,10 @@ def _memory(
     for name, colour in (("queue", "#d97706"), ("shed", _RED)):
         if name in marks:
             axes.axhline(marks[name] * 100, color=colour, lw=1.2, ls="--", label=f"{name} mark")
-    axes.set(ylabel="% of the device", xlabel="s", ylim=(0, 102),
+    axes.set(ylabel="% of the device", xlabel="s", ylim=(0, 108),
              title="Device memory in use, without what can be reclaimed")  # fmt: skip
     _tests(axes, results, start)
-    axes.legend(fontsize=8, loc="center right", ncols=2)
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.99), ncols=6)
     return _svg(figure, "memory")
 
 
@@ -226,11 +231,18 @@ def _tests(axes: Any, results: Sequence[Result], start: float) -> None:
 
 
 def _marks(axes: Any, marks: Sequence[Mark], start: float) -> None:
-    for mark in marks:
-        axes.axvline(mark.at - start, color=_FAINT, lw=0.6, ls=":", zorder=1)
+    """A line for each; words only where there is room for them, and none for an end."""
+    left, right = axes.get_xlim()
+    last = -math.inf
+    for mark in sorted(marks, key=lambda m: m.at):
+        at = mark.at - start
+        axes.axvline(at, color=_FAINT, lw=0.6, ls=":", zorder=1)
+        if mark.text in QUIET or at - last < (right - left) * 0.012:
+            continue
+        last = at
         axes.text(
-            mark.at - start, 0.02, f" {mark.text}", transform=axes.get_xaxis_transform(),
-            rotation=90, fontsize=6, color=_INK, va="bottom", ha="right",
+            at, 0.02, f" {mark.text}", transform=axes.get_xaxis_transform(),
+            rotation=90, fontsize=6.5, color=_INK, va="bottom", ha="right",
         )  # fmt: skip
 
 

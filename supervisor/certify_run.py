@@ -106,14 +106,15 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
                     facts.setdefault("model", target.model)
                     facts.setdefault("start_s", round(target.start_s, 2))
                     facts.setdefault("marks", _watermarks(target))
-    except (CertifyError, LoadError):
+    except (CertifyError, LoadError) as error:
         if not results:
             raise
         # Something was found out already; the rest is told as failed, not lost.
         for name in names:
             if name not in {r.name for r in results}:
                 result = Result(name, _MODULES[name].TITLE)
-                result.check("could be run", False, "the service for it did not start")
+                result.check("could be run", False, str(error).splitlines()[0])
+                shown.result(result)
                 results.append(result)
     order = list(TESTS)
     results.sort(key=lambda r: order.index(r.name))

@@ -119,12 +119,10 @@ async def run(bench: Bench, result: Result) -> None:
 def _judge(result: Result, readings: Readings, slope_limit: float, bench: Bench) -> None:
     slopes: dict[str, Any] = {}
     worst: dict[str, tuple[float, str, Growth]] = {}
-    short = 0
     for name, points in sorted(readings.points.items()):
         kind = name.rsplit(" ", 1)[1]
         grown = growth(points)
         if grown.whole is None:
-            short += 1
             continue
         slopes[name] = {"per_thousand": grown.whole.value, "low": grown.whole.low,
                         "high": grown.whole.high, "points": grown.whole.points}  # fmt: skip
@@ -133,12 +131,16 @@ def _judge(result: Result, readings: Readings, slope_limit: float, bench: Bench)
         if kind not in worst or careful > worst[kind][0]:
             worst[kind] = (careful, name, grown)
     result.figures["slopes_per_thousand_requests"] = slopes
+    result.notes.append(
+        "A slope fails where its whole 95 % interval is above the limit, over the whole time after "
+        "the first quarter and again over the later half; the lowest reading of a stretch counts."
+    )
     for kind, title, limit in (
         ("allocated", "allocated memory", slope_limit),
         ("reserved", "reserved memory", slope_limit),
         ("resident", "resident memory", slope_limit),
-        ("descriptors", "open descriptors", COUNT_LIMIT),
-        ("threads", "threads", COUNT_LIMIT),
+        ("descriptors", "number of open descriptors", COUNT_LIMIT),
+        ("threads", "number of threads", COUNT_LIMIT),
     ):
         if kind not in worst:
             result.skip(title, "too few readings, or the processes are not ours to look at")
@@ -150,8 +152,7 @@ def _judge(result: Result, readings: Readings, slope_limit: float, bench: Bench)
             f"{title} does not grow",
             not grown.exceeds(limit),
             f"largest: {name.rsplit(' ', 1)[0]} {slope_words(grown.whole, limit == slope_limit)} "
-            f"per thousand requests; the limit is {what}, failed where the whole interval is above "
-            "it over the whole time and over the later half",
+            f"per thousand requests; the limit is {what}",
         )
 
 

@@ -1,0 +1,57 @@
+"""`gpusup certify` with ResNet-50 on a real GPU, images of 256 to 2048 px as PNG.
+
+    python tests/gpu/certify.py --out DIR [words for gpusup certify]
+
+Makes two versions of the weights (of chance: the arithmetic is the same), a configuration, and runs
+the command with what else is given. Needs torchvision. With --cpu: tried out on CPU slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+CONFIG = """\
+[server]
+body_limit = "64MiB"
+
+[supervision]
+preload = ["torchvision"]
+{devices}
+[models.resnet50]
+handler = "gpusup.worker.builtin_image:ImageClassifier"
+weights = "resnet50-{{version}}.safetensors"
+dtype = "{dtype}"
+retry = "safe"
+decode_threads = 8
+settings = {{ network = "torchvision.models:resnet50", size = [224, 224] }}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cpu", action="store_true")
+    args, words = parser.parse_known_args()
+    folder = Path(tempfile.mkdtemp(prefix="gr-"))
+    for version in (1, 2):
+        torch.manual_seed(version)
+        net = torchvision.models.resnet50()
+        save_file(net.state_dict(), str(folder / f"resnet50-{version}.safetensors"))
+    devices = '[devices]\nuse = ["cpu"]\ncpu_memory = "4GiB"\n' if args.cpu else ""
+    dtype = "model" if args.cpu else "fp16"
+    config = folder / "gpusup.toml"
+    config.write_text(CONFIG.format(devices=devices, dtype=dtype))
+    command = ["-m", "gpusup.supervisor", "certify", str(config), "--report", str(args.out)]
+    return subprocess.run([sys.executable, *command, *words], check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
