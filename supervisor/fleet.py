@@ -347,7 +347,11 @@ class Fleet:
         for other in self.slots.values():
             if other.device == slot.device and other.failed and other.last_cause in COUNTED:
                 here[other.model] = other.failed
-        if len(here) >= 2 and not record.failed:
+        # Whoever serves there shows that the device is well; a CPU always is.
+        well = self.devices[slot.device].place.kind == "cpu" or any(
+            other.device == slot.device and other.is_ready() for other in self.slots.values()
+        )
+        if len(here) >= 2 and not well and not record.failed:
             why = f"{len(here)} models failed on {slot.device}: {', '.join(sorted(here))}"
             for other in self.slots.values():
                 if other.device == slot.device:

@@ -77,6 +77,16 @@ def test_several_models_that_die_on_one_device_put_the_device_in_quarantine() ->
     assert world.serving("a") == world.serving("b") == ["1"]
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_device_on_which_another_model_serves_is_not_to_blame(kind: str) -> None:
+    models = {name: ModelConfig(handler="x:Y") for name in "abc"}
+    bad = lambda launch: "good" if launch.assignment.model == "c" else "crash"  # noqa: E731
+    world = box(1, kind=kind, models=models, behave=bad)
+    slots = list(world.fleet.slots)
+    world.until(lambda: [world.state(s) for s in slots] == ["failed", "failed", "ready"], 100)
+    assert {s.standing for s in world.fleet.slots.values()} == {Standing.SCHEDULABLE}
+
+
 def test_no_second_worker_starts_on_memory_that_is_not_back() -> None:
     world = up(box(1, memory_returns=False))
     crash(world, "gpu0")
