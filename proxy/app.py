@@ -39,6 +39,12 @@ _UNLOGGED: Final = frozenset(
 
 _OVERLOAD: Final = (429, 503)
 
+#: What a label may say; anything else is a client's invention, and there is no end to those.
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+
+#: Their texts may quote what the client sent, and a log is no place for that. It has the text.
+_QUOTING: Final = (400, 422)
+
 
 class Internal(ProxyError):
     status = 500
@@ -104,9 +110,10 @@ class Guard:
             match = request._match_info
             resource = match.route.resource if match is not None else None
             route = resource.canonical if resource is not None else "unmatched"
+            method = request.method
             self._counts.observe(
                 "http_server_request_duration_seconds",
-                (route, request.method, str(status)),
+                (route, method if method in _METHODS else "_OTHER", str(status)),
                 took,
             )
             refused = request.get(REFUSED)
@@ -117,7 +124,9 @@ class Guard:
                 or self._sampled >= 1
                 or (self._sampled and self._rng.random() < self._sampled)
             ):
-                why = {} if refused is None else {"code": refused.code, "error": str(refused)}
+                why = {} if refused is None else {"code": refused.code}
+                if refused is not None and status not in _QUOTING:
+                    why["error"] = str(refused)
                 event(
                     "request",
                     "info" if refused is None else "warning",
