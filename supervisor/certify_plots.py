@@ -114,9 +114,9 @@ def _rates(rates: Sequence[Mapping[str, Any]], sla: tuple[float, float]) -> str:
     if bad:
         axes.axvspan(bad[0]["offered"], ramp[-1]["offered"] * 1.08, color=_RED, alpha=0.08, lw=0)
         axes.axvline(bad[0]["offered"], color=_RED, lw=1, ls=":", label="not kept")
-    for rate in rates:
-        if rate.get("stated"):
-            axes.axvline(rate["offered"], color=_INK, lw=1.2, ls="--", label="stated rate")
+    stated = [rate["offered"] for rate in rates if rate.get("stated")]
+    for rate in stated[-1:]:
+        axes.axvline(rate, color=_INK, lw=1.2, ls="--", label="rate held")
     axes.axhline(sla[1] * 1000, color=_RED, lw=1, label=f"SLA p{sla[0] * 100:g}")
     axes.set(
         xscale="log", yscale="log", xlabel="requests/s offered", ylabel="ms",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Final
 
@@ -19,6 +20,8 @@ STATED_SHARE: Final = 0.5
 REST_LIMIT: Final = 0.03
 #: The stated rate is held in so many parts, with a rest behind each.
 HELD_PARTS: Final = 4
+#: Without --rate: so often it is halved if it was not kept for that long.
+RETRIES: Final = 3
 
 
 async def run(bench: Bench, result: Result) -> None:
@@ -66,18 +69,21 @@ async def run(bench: Bench, result: Result) -> None:
 
     stated = options.rate or STATED_SHARE * (good or FIRST_RATE)
     seconds = profile.hold_s
-    bench.progress.step(f"load: {stated:.0f}/s for {seconds:g} s", 0.6)
-    held: list[Sample] = []
-    bench.mark(result, f"stated: {stated:.0f}/s")
-    for _ in range(HELD_PARTS):
-        held += await bench.load.run(stated, seconds / HELD_PARTS)
-        await bench.settled(60.0)
-        await rest()
-    result.samples += held
-    result.rates.append({**asdict(summary(held, stated)), "kept": True, "stated": True})
-    found = summary(held, stated)
+    missed: list[float] = []
+    while True:
+        held = await _hold(bench, result, stated, rest)
+        found = summary(held, stated)
+        # What the user states is certified or not. What was derived from short steps is a guess,
+        # and may be taken back in the open; then the highest rate was too good to be true as well.
+        if options.rate or bench.keeps(held, stated) or len(missed) == RETRIES:
+            break
+        missed.append(stated)
+        stated *= STATED_SHARE
+        bench.knee = stated / STATED_SHARE  # the other tests work at shares of it
     reached = percentile([s.latency for s in held], sla.share)
-    whose = "as stated" if options.rate else "half of the highest rate"
+    whose = "as stated" if options.rate else f"{stated / good:.0%} of the highest" if good else ""
+    if missed:
+        whose += f"; {', '.join(f'{rate:.0f}/s' for rate in missed)} not kept for so long"
     result.figures = {
         "highest_rate": round(good, 1),
         "first_rate_that_failed": None if bad == math.inf else round(bad, 1),
@@ -134,6 +140,23 @@ async def run(bench: Bench, result: Result) -> None:
     )
     ooms = await bench.target.metric("gpusup_worker_ooms_total") - ooms
     result.check("0 out of memory", ooms == 0, f"{ooms:.0f} out-of-memory events")
+
+
+async def _hold(
+    bench: Bench, result: Result, rate: float, rest: Callable[[], Awaitable[None]]
+) -> list[Sample]:
+    held: list[Sample] = []
+    seconds = bench.profile.hold_s
+    bench.progress.step(f"load: {rate:.0f}/s for {seconds:g} s", 0.6)
+    bench.mark(result, f"stated: {rate:.0f}/s")
+    for _ in range(HELD_PARTS):
+        held += await bench.load.run(rate, seconds / HELD_PARTS)
+        await bench.settled(60.0)
+        await rest()
+    result.samples += held
+    kept = bench.keeps(held, rate)
+    result.rates.append({**asdict(summary(held, rate)), "kept": kept, "stated": True})
+    return held
 
 
 def ms(seconds: float) -> str:
