@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -77,19 +78,37 @@ def started(
 
 
 def attempt(
-    found: dict[str, Any], name: str, step: Callable[[], Any], log: Callable[[], str]
+    found: dict[str, Any],
+    name: str,
+    step: Callable[[], Any],
+    log: Callable[[], str],
+    limit_s: float = 0.0,
 ) -> None:
-    """Put what `step` returns under `name`, or what went wrong with the end of the log."""
+    """Put what `step` returns under `name`, or what went wrong with the end of the log.
+
+    With a limit it is broken off then; only in the main thread.
+    """
     began = time.monotonic()
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"no end within {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, too_long) if limit_s else None
     try:
+        if limit_s:
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
         found[name] = step()
     except Exception as error:  # the steps after it can still tell something
         found[name] = {
-            "error": f"{type(error).__name__}: {str(error)[:1500]}",
+            "error": f"{type(error).__name__}: {str(error)[:600]}",
             "where": "".join(traceback.format_tb(error.__traceback__)[-3:])[-1500:],
         }
         with contextlib.suppress(Exception):
             found[name]["log"] = log()[-LOG_TAIL:]
+    finally:
+        if limit_s:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
     if isinstance(found[name], dict):
         found[name]["took_s"] = round(time.monotonic() - began, 1)
 
@@ -234,11 +253,11 @@ def nvidia_smi(what: str, fields: str) -> list[list[str]]:
 
 
 def gpus() -> dict[str, dict[str, float]]:
-    """UUID -> MiB used, total and utilisation in percent, by nvidia-smi."""
-    rows = nvidia_smi("gpu", "uuid,memory.used,memory.total,utilization.gpu")
+    """UUID -> MiB used and free, and utilisation in percent, by nvidia-smi."""
+    rows = nvidia_smi("gpu", "uuid,memory.used,memory.free,utilization.gpu")
     return {
-        uuid: {"used_mib": _number(used), "total_mib": _number(total), "busy": _number(busy)}
-        for uuid, used, total, busy in rows
+        uuid: {"used_mib": _number(used), "free_mib": _number(free), "busy": _number(busy)}
+        for uuid, used, free, busy in rows
     }
 
 

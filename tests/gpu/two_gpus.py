@@ -1,0 +1,504 @@
+"""gpusup on two real GPUs: pinning, balance, drain, swaps, a kill, a lost GPU, a hidden GPU.
+
+    python tests/gpu/two_gpus.py [--wrk DIR] [--proxies 8] [--seconds 8] [--only pinned,...] [--cpu]
+
+Some four minutes. Prints a table on standard error and one JSON object; each point that fails says
+why, and the others go on. With --cpu the script itself is tried out on two CPU slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rig
+import work
+from service import Service
+from vram_mix import ballast
+
+NEAR_MIB = 300.0  # what the driver may keep or others take meanwhile
+GOAL = 1.9
+
+
+class Box:
+    """The service on both GPUs, with names for what all points ask."""
+
+    def __init__(self, service: Service, given: argparse.Namespace, wrk: rig.Wrk) -> None:
+        self.service = service
+        self.cpu: bool = given.cpu
+        self.clients: int = given.clients
+        self.seconds: float = given.seconds
+        self.wrk = wrk
+        self.url = f"http://127.0.0.1:{service.port}/predictions/resnet"
+        self.slots = [s["slot"] for s in service.status()["slots"]]
+        self.first, self.second = self.slots[:2]
+        self.uuids = {d["name"]: d["uuid"] for d in service.status()["devices"]}
+
+    def uuid(self, slot: str) -> str:
+        return str(self.uuids[self.service.slot(slot)["device"]])
+
+    def pid(self, slot: str) -> int:
+        return int(self.service.slot(slot)["pid"])
+
+    def by_slot(self, shares: dict[int, float]) -> dict[str, float]:
+        """Shares by slot; what older workers had is under "gone"."""
+        names = {pid: slot for slot, pid in self.service.pids().items()}
+        found: dict[str, float] = {}
+        for pid, share in shares.items():
+            name = names.get(pid, "gone")
+            found[name] = round(found.get(name, 0.0) + share, 3)
+        return found
+
+    def ready(self, slot: str, limit_s: float = 30.0) -> None:
+        self.service.until(
+            lambda: (
+                (s := self.service.slot(slot))["state"] == "ready"
+                and s["slot_state"] == "schedulable"
+            ),
+            limit_s,
+        )
+
+    def all_well(self) -> None:
+        """As the next point wants to find it."""
+        for slot in self.slots:
+            if self.service.slot(slot)["slot_state"] == "cordoned":
+                self.service.ctl("uncordon", slot)
+        for slot in self.slots:
+            self.ready(slot, 45)
+
+    def ctl(self, *words: str) -> dict[str, Any]:
+        """Exit code, last line and seconds of a gpusupctl."""
+        began = time.monotonic()
+        done = self.service.ctl(*words, timeout=60)
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return {
+            "exit": done.returncode,
+            "said": said[-1][:300] if said else "",
+            "took_s": round(time.monotonic() - began, 2),
+        }
+
+    def load(self, clients: int = 16) -> rig.Load:
+        return rig.Load(self.service, clients=4 if self.cpu else clients)
+
+
+# -- the points -----------------------------------------------------------------------------------
+
+
+def pinned(box: Box) -> dict[str, Any]:
+    """Where each worker says it is, where nvidia-smi says it is, and what moves under load."""
+    seen: dict[int, str] = {}
+    for _ in range(400):
+        answer = box.service.predict("resnet", rig.IMAGE).json()
+        seen[answer["pid"]] = answer["gpu"]
+        if len(seen) == len(box.slots):
+            break
+    listed = {} if box.cpu else rig.gpu_of_pids()
+    found: dict[str, Any] = {"workers": {}, "loaded": {}}
+    for slot in box.slots:
+        pid, uuid = box.pid(slot), box.uuid(slot)
+        found["workers"][slot] = {
+            "device": uuid,
+            "by_torch": seen.get(pid),
+            "by_nvidia_smi": listed.get(pid, "pid not listed"),
+        }
+    if not box.cpu:
+        time.sleep(0.5)
+        smi = rig.gpus()
+        found["free_mib"] = {
+            d["name"]: {"status": d["free"] >> 20, "nvidia_smi": smi[d["uuid"]]["free_mib"]}
+            for d in box.service.status()["devices"]
+        }
+    for slot in box.slots[:2]:
+        other = box.second if slot == box.first else box.first
+        box.service.ctl("cordon", other)
+        found["loaded"][slot] = alone(box, slot)
+        box.service.ctl("uncordon", other)
+    found["right"] = all(w["by_torch"] == w["device"] for w in found["workers"].values())
+    return found
+
+
+def alone(box: Box, slot: str) -> dict[str, Any]:
+    """Full load on one slot: what each GPU does meanwhile, by nvidia-smi and by our probe."""
+    found: dict[str, Any] = {}
+    busy = rig.metric(box.service, "gpusup_worker_busy_seconds_total", "slot")
+
+    def look() -> None:
+        time.sleep(2.0)  # both average over the last second or so
+        try:
+            found["probe_busy"] = rig.metric(
+                box.service, "gpusup_device_utilization_ratio", "device"
+            )
+            if not box.cpu:
+                smi = rig.gpus()
+                found["nvidia_smi"] = {name: smi[uuid] for name, uuid in box.uuids.items()}
+        except Exception as error:  # told, and the load is measured anyway
+            found["look"] = repr(error)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    found["load"] = box.wrk.run(box.url, box.clients, 4)
+    looking.join(30)
+    after = rig.metric(box.service, "gpusup_worker_busy_seconds_total", "slot")
+    found["computed_s"] = {s: round(after[s] - busy.get(s, 0.0), 2) for s in after}
+    return found
+
+
+def balance(box: Box, one: dict[str, Any]) -> dict[str, Any]:
+    """Images a second on both against one, and the CPU share of each process."""
+    found: dict[str, Any] = {"one_gpu": one}
+    box.wrk.run(box.url, box.clients, 2)
+    cpu = rig.CpuShares(box.service)
+    busy = rig.metric(box.service, "gpusup_worker_busy_seconds_total", "slot")
+    began = time.monotonic()
+    with box.load(2) as sample:
+        found["both"] = box.wrk.run(box.url, box.clients, box.seconds)
+    took = time.monotonic() - began
+    after = rig.metric(box.service, "gpusup_worker_busy_seconds_total", "slot")
+    found["computing"] = {s: round((after[s] - busy.get(s, 0.0)) / took, 2) for s in after}
+    found["cores"] = cpu.stop()
+    found["shares"] = box.by_slot(sample.shares(began))
+    if one.get("images_per_s"):
+        found["ratio"] = round(found["both"]["images_per_s"] / one["images_per_s"], 3)
+        found["right"] = found["ratio"] >= GOAL and not found["both"]["failed"]
+    return found
+
+
+def foreign(box: Box) -> dict[str, Any]:
+    """Another process takes half of the second GPU's memory and time."""
+    if box.cpu:
+        return {"skipped": "needs a GPU"}
+    found: dict[str, Any] = {}
+    env = {"CUDA_VISIBLE_DEVICES": box.uuid(box.second)}
+    for name in ("before", "with"):
+        if name == "with":
+            with ballast("--take-share", "0.5", "--busy", "0.5", env=env) as held:
+                found["taken_gib"] = round(held["taken"] / 2**30, 1)
+                time.sleep(1)
+                found[name] = shared(box)
+                device = box.service.slot(box.second)["device"]
+                views = box.service.status()["devices"]
+                found["device"] = next(d for d in views if d["name"] == device)
+        else:
+            found[name] = shared(box)
+    found["right"] = not found["with"]["load"]["failed"] and not found["with"]["sample_failed"]
+    return found
+
+
+def shared(box: Box) -> dict[str, Any]:
+    began = time.monotonic()
+    with box.load(4) as sample:
+        load = box.wrk.run(box.url, box.clients, 5)
+    return {
+        "load": load,
+        "shares": box.by_slot(sample.shares(began + 1)),
+        "sample_failed": sample.failed(),
+    }
+
+
+def drain(box: Box, idle: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Drain the second GPU under load, see its memory come back, let it work again."""
+    found: dict[str, Any] = {}
+    uuid = box.uuid(box.second)
+    with box.load() as load:
+        time.sleep(1)
+        found["shares_before"] = box.by_slot(load.shares(time.monotonic() - 0.9))
+        found["drain"] = box.ctl("drain", box.second)
+        drained = time.monotonic()
+        time.sleep(1)
+        if not box.cpu:
+            used = rig.gpus()[uuid]["used_mib"]
+            found["used_mib"] = {"idle": idle[uuid]["used_mib"], "drained": used}
+            found["memory_back"] = used <= idle[uuid]["used_mib"] + NEAR_MIB
+        found["shares_drained"] = box.by_slot(load.shares(drained))
+        began = time.monotonic()
+        found["uncordon"] = box.ctl("uncordon", box.second)
+        box.ready(box.second)
+        found["ready_again_s"] = round(time.monotonic() - began, 2)
+        since = time.monotonic()
+        time.sleep(2)
+        found["shares_after"] = box.by_slot(load.shares(since))
+    found |= told(load)
+    found["right"] = (
+        found["drain"]["exit"] == 0 and not load.failed() and found.get("memory_back", True)
+    )
+    return found
+
+
+def swap(box: Box) -> dict[str, Any]:
+    """New versions under load, by both strategies; then versions that fail to load."""
+    found: dict[str, Any] = {}
+    right = True
+    wanted = (
+        ("auto", (), 0),
+        ("in-place", (), 0),
+        ("auto", ("--set", "fails=true"), 6),
+        ("in-place", ("--set", "fails=true"), 6),
+    )
+    version = int(box.service.status()["models"][0]["version"])
+    for number, (strategy, more, code) in enumerate(wanted, version + 1):
+        name = f"{strategy}{' failing' if more else ''}"
+        ready = Ready(box.service)
+        with box.load() as load, ready:
+            time.sleep(0.5)
+            done = box.ctl(
+                "reload-model", "resnet", "--version", str(number), "--strategy", strategy, *more
+            )
+            since = time.monotonic()
+            time.sleep(1)
+            versions = sorted({a.version for a in load.answers if a.ended >= since})
+        ok = done["exit"] == code and not load.failed() and ready.least >= 1
+        found[name] = {
+            **done, "versions_after": versions, "least_ready": ready.least, **told(load), "ok": ok,
+        }  # fmt: skip
+        right &= ok
+        box.all_well()
+    found["right"] = right
+    return found
+
+
+class Ready:
+    """The fewest ready workers of the model at any look."""
+
+    def __init__(self, service: Service) -> None:
+        self.least = 99
+        self._service = service
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Ready:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.03):
+            if status := self._service.try_status():
+                self.least = min(self.least, status["models"][0]["ready"])
+
+
+def kill(box: Box) -> dict[str, Any]:
+    """SIGKILL for the second GPU's worker under load."""
+    found: dict[str, Any] = {}
+    with box.load() as load:
+        time.sleep(1)
+        old = box.pid(box.second)
+        executing = box.service.slot(box.second)["in_flight"]
+        os.kill(old, signal.SIGKILL)
+        killed = time.monotonic()
+
+        def answers_again() -> float:
+            pid = box.pid(box.second)
+            if pid in (0, old):
+                return 0.0
+            return min((a.ended for a in load.answers[-2000:] if a.pid == pid), default=0.0)
+
+        found["kill_to_answer_s"] = round(box.service.until(answers_again, 45) - killed, 3)
+        time.sleep(1)
+        found["phases_s"] = box.service.slot(box.second)["seconds"]
+    statuses = load.counts(killed)
+    found |= {"executing_before": executing, **told(load)}
+    found["right"] = set(statuses) <= {"200", "502"} and statuses.get("502", 0) <= 16
+    return found
+
+
+def lost(box: Box, overrides: Path) -> dict[str, Any]:
+    """The probe reports the second GPU lost, and later sees it again."""
+    if box.cpu:
+        return {"skipped": "needs a GPU"}
+    found: dict[str, Any] = {}
+    device = box.service.slot(box.second)["device"]
+    with box.load() as load:
+        time.sleep(0.5)
+        write(overrides, {device: {"lost": True}})
+        began = time.monotonic()
+        box.service.until(lambda: box.service.slot(box.second)["slot_state"] == "lost", 15)
+        found["out_of_rotation_s"] = round(time.monotonic() - began, 2)
+        time.sleep(0.5)
+        since = time.monotonic()
+        time.sleep(2)
+        status = box.service.status()
+        slot = box.service.slot(box.second)
+        found["slot"] = {k: slot[k] for k in ("state", "slot_state", "why")}
+        found["fault"] = next(d for d in status["devices"] if d["name"] == device)["fault"]
+        found["service"] = f"{status['state']}: {status['reason']}"
+        found["readyz"] = box.service.get("/readyz").status
+        found["shares_lost"] = box.by_slot(load.shares(since))
+        found["counts_lost"] = load.counts(since)
+        write(overrides, {})
+        began = time.monotonic()
+        box.ready(box.second, 45)
+        found["back_s"] = round(time.monotonic() - began, 2)
+        since = time.monotonic()
+        time.sleep(2)
+        found["shares_back"] = box.by_slot(load.shares(since))
+    found |= told(load)
+    found["right"] = (
+        set(found["counts_lost"]) == {"200"}
+        and bool(found["slot"]["why"] or found["fault"])
+        and box.second in found["shares_back"]
+    )
+    return found
+
+
+def hidden(cpu: bool, uuids: list[str]) -> dict[str, Any]:
+    """A service that inherits the second GPU only."""
+    if cpu:
+        return {"skipped": "needs a GPU"}
+    config = rig.PRELOAD + rig.resnet(cpu)
+    env = {"CUDA_VISIBLE_DEVICES": uuids[1]}
+    with rig.started(config, env=env, limit_s=60) as service:
+        status = service.status()
+        answer = service.predict("resnet", rig.IMAGE).json()
+        listed = rig.gpu_of_pids().get(answer["pid"], "pid not listed")
+    found: dict[str, Any] = {
+        "wanted": uuids[1],
+        "slots": {s["slot"]: s["state"] for s in status["slots"]},
+        "devices": {d["name"]: d["uuid"] for d in status["devices"]},
+        "by_torch": answer["gpu"],
+        "by_nvidia_smi": listed,
+    }
+    found["right"] = (
+        len(found["slots"]) == 1
+        and list(found["devices"].values()) == uuids[1:2]
+        and answer["gpu"] == uuids[1]
+    )
+    return found
+
+
+# -- around them ----------------------------------------------------------------------------------
+
+
+def told(load: rig.Load) -> dict[str, Any]:
+    return {
+        "counts": load.counts(),
+        "failed": load.failed(),
+        "errors": load.errors(),
+        "longest_s": load.longest_s(),
+    }
+
+
+def write(path: Path, rules: dict[str, Any]) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(rules))
+    fresh.replace(path)
+
+
+def config(given: argparse.Namespace, use: list[str]) -> str:
+    # No request runs twice: a death shows what it costs.
+    return (
+        f"[server]\nproxies = {given.proxies}\n"
+        + rig.PRELOAD
+        + rig.devices(given.cpu, use)
+        + rig.resnet(given.cpu, retry="never")
+    )
+
+
+def one_gpu(given: argparse.Namespace, wrk: rig.Wrk) -> dict[str, Any]:
+    with rig.started(config(given, ["gpu0"])) as service:
+        url = f"http://127.0.0.1:{service.port}/predictions/resnet"
+        wrk.run(url, given.clients, 2)
+        return wrk.run(url, given.clients, given.seconds)
+
+
+POINTS = ("pinned", "balance", "foreign", "drain", "swap", "kill", "lost", "hidden")
+#: Seconds after which a point is broken off.
+LIMITS = {"swap": 150.0, "foreign": 90.0}
+
+
+def summary(result: dict[str, Any]) -> list[list[object]]:
+    rows: list[list[object]] = [["point", "right", "took s", "what"]]
+    for name in ("one_gpu", *POINTS):
+        point = result.get(name)
+        if not point:
+            continue
+        keys = ("error", "skipped", "images_per_s", "ratio", "failed", "kill_to_answer_s",
+                "ready_again_s", "out_of_rotation_s", "back_s", "used_mib")  # fmt: skip
+        words = [f"{k}={point[k]}" for k in keys if k in point]
+        rows.append([name, point.get("right", "-"), point.get("took_s"), "; ".join(words)[:160]])
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wrk", default="", help="folder filled by tests/bench/carry_wrk.sh")
+    parser.add_argument("--proxies", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=256, help="of wrk")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measured rate")
+    parser.add_argument("--only", default=",".join(POINTS))
+    parser.add_argument("--limit", type=float, default=420.0, help="no point begins after that")
+    parser.add_argument("--cpu", action="store_true", help="try the script out on CPU slots")
+    parser.add_argument("--out", type=Path, help="write the JSON there as it grows")
+    given = parser.parse_args()
+    began = time.monotonic()
+    wanted = given.only.split(",")
+    wrk = rig.Wrk(given.wrk)
+    work.weights_file("resnet50")
+    result: dict[str, Any] = {"machine": rig.machine(), "proxies": given.proxies}
+    log: list[Callable[[], str]] = [str]
+
+    def point(name: str, step: Callable[[], Any]) -> None:
+        if name not in (*wanted, "one_gpu", "both_gpus") or time.monotonic() - began > given.limit:
+            return
+        print(f"{time.monotonic() - began:6.1f} s: {name}", file=sys.stderr, flush=True)
+        rig.attempt(result, name, step, lambda: log[0](), LIMITS.get(name, 60.0))
+        if given.out:
+            given.out.write_text(json.dumps(result))
+
+    idle = {} if given.cpu else rig.gpus()
+    if "balance" in wanted:
+        point("one_gpu", lambda: one_gpu(given, wrk))
+    with tempfile.TemporaryDirectory(prefix="gs-") as folder:
+        overrides = Path(folder) / "overrides.json"
+        write(overrides, {})
+        env = {"GPUSUP_PROBE_OVERRIDES": str(overrides)}
+
+        def both() -> None:
+            with rig.started(config(given, ["gpu0", "gpu1"]), env=env) as service:
+                signal.setitimer(signal.ITIMER_REAL, 0)  # each point has a limit of its own
+                log[0] = service.log
+                box = Box(service, given, wrk)
+                steps: dict[str, Callable[[], Any]] = {
+                    "pinned": lambda: pinned(box),
+                    "balance": lambda: balance(box, result.get("one_gpu", {})),
+                    "foreign": lambda: foreign(box),
+                    "drain": lambda: drain(box, idle),
+                    "swap": lambda: swap(box),
+                    "kill": lambda: kill(box),
+                    "lost": lambda: lost(box, overrides),
+                }
+                for name, step in steps.items():
+                    point(name, step)
+                    rig.attempt(result, "recovered", box.all_well, service.log, 60)
+                    if result["recovered"]:
+                        result.setdefault("not_recovered", {})[name] = result["recovered"]
+                result.pop("recovered", None)
+
+        if set(wanted) - {"hidden"}:
+            rig.attempt(result, "both_gpus", both, str, 120)
+    if not result.get("both_gpus"):
+        result.pop("both_gpus", None)
+    point("hidden", lambda: hidden(given.cpu, list(idle)))
+    result["took_s"] = round(time.monotonic() - began, 1)
+    print(rig.table(summary(result)), file=sys.stderr)
+    text = json.dumps(result)
+    if given.out:
+        given.out.write_text(text)
+    print(text)
+    points = [result.get(name, {}) for name in wanted]
+    return 0 if all(p.get("right") or p.get("skipped") for p in points) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
