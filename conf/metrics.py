@@ -50,6 +50,7 @@ METRICS: Final = {
         Metric("gpusup_device_memory_bytes", "gauge", ("device", "state"),
                "Device memory: total, free, allocated, reserved, foreign."),
         Metric("gpusup_device_watermark_ratio", "gauge", ("device",), "Effective use, 0 to 1."),
+        Metric("gpusup_watermark_limit_ratio", "gauge", ("band",), "Effective use at which a band begins."),
         Metric("gpusup_device_utilization_ratio", "gauge", ("device",), "Busy time by NVML."),
         Metric("gpusup_device_temperature_celsius", "gauge", ("device",), "Temperature by NVML."),
         Metric("gpusup_device_power_watts", "gauge", ("device",), "Power draw by NVML."),

@@ -36,7 +36,8 @@ class Facts:
 
     `workers`: slot -> its last word on memory. `worker_device`: slot -> device. `ready`: (model,
     version) -> workers that serve. `slots`: slot -> state. `leak_slopes`: slot -> bytes per
-    thousand requests. `build`: version of gpusup, of Python, of torch.
+    thousand requests. `limits`: where a band begins, share of the device. `build`: version of
+    gpusup, of Python, of torch.
     """
 
     devices: Sequence[DeviceInfo] = ()
@@ -47,6 +48,7 @@ class Facts:
     slots: Mapping[str, str] = field(default_factory=dict)
     leak_slopes: Mapping[str, float] = field(default_factory=dict)
     models: Sequence[str] = ()
+    limits: Mapping[Band, float] = field(default_factory=dict)
     build: tuple[str, str, str] = ("", "", "")
 
 
@@ -130,6 +132,7 @@ def gauges(tally: Tally, facts: Facts) -> Iterator[tuple[str, dict[Labels, float
         "gpusup_device_watermark_ratio",
         {(d.name,): d.watermark for d in facts.devices if d.known},
     )
+    yield "gpusup_watermark_limit_ratio", {(band,): at for band, at in facts.limits.items()}
     yield "gpusup_device_unknown", {(d.name,): float(not d.known) for d in facts.devices}
     samples = facts.samples.values()
     yield (

@@ -143,6 +143,7 @@ class Tallies:
             slots={name: slot.state(now) for name, slot in fleet.slots.items()},
             leak_slopes=self.leak_slopes(),
             models=list(fleet.models),
+            limits={"queue": box.config.watermark.queue, "shed": box.config.watermark.shed},
             build=(package_version(), platform.python_version(), package_version("torch")),
         )
         return render(self.tally, facts)
