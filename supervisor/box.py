@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -19,24 +15,24 @@ import msgspec
 from gpusup.conf import log as logs_of_conf
 from gpusup.conf.load import LoadedConfig
 from gpusup.conf.places import state_dir
-from gpusup.worker import wire as worker_wire
 
-from . import actions as act
-from . import handover, view, wire
+from . import handover, wire
+from .around import Around
 from .boot import DISCOVER_S, devices_here, fit_rule
-from .change import Change, ChangeState, Task
+from .change import ChangeState, Task
 from .check_model import ModelCheck, size_of
 from .commands import Conflict
 from .control import Control
 from .dashboard_server import Dashboard, DashboardError
-from .diagnostics import memory_record
 from .events import CheckDone, DeviceFaulted, DriverSeen
+from .evidence import Evidence
 from .family import Family
-from .fleet import Fleet, Refused
+from .fleet import Fleet
 from .from_proxies import FromProxies
 from .handover import Carried
 from .host_oom import HostOom
 from .launcher import ExecLauncher, Logs
+from .leaving import leave
 from .listen import Listeners
 from .notify import Notify
 from .operator import Operator
@@ -44,15 +40,13 @@ from .poison import Poison
 from .probe_link import Fault, ProbeLink
 from .proxies import Proxies, how_many
 from .pulse import Pulse
-from .reclaim import process_name
 from .reclaimer import Reclaimer
 from .reconfigure import reconfigure, resolve_wish
 from .records import Events, Records
 from .reexec import OUR_SIGNALS, ReexecError
 from .runtime import Runtime
-from .saved import Saved, restore, save
-from .status import overall
-from .store import Store, StoreError
+from .saved import Saved, restore
+from .store import Store
 from .tallies import Tallies
 from .verbs import ReloadWish
 from .worker_link import WorkerLinks
@@ -60,15 +54,12 @@ from .zygotes import ZygoteLauncher
 
 log = logging.getLogger("gpusup.supervisor")
 
-PERSIST_AFTER_S: Final = 0.1
 #: How long an upgrade that was promised waits for a good moment.
 HAND_OVER_S: Final = 10.0
-#: What is left of the drain limit for workers once the proxies have gone.
-LAST_S: Final = 2.0
 
 
-class Box:
-    """Implements `runtime.Surroundings`. `run` is the life of the service."""
+class Box(Around, Evidence):
+    """`run` is the life of the service."""
 
     fleet: Fleet
     runtime: Runtime
@@ -114,7 +105,7 @@ class Box:
         self._watchdog_at = 0.0
         self._persist: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
-        self._force = asyncio.Event()
+        self.force = asyncio.Event()
         self._hand_over = asyncio.Event()
         self.stop_reason = ""
 
@@ -173,7 +164,7 @@ class Box:
             if self._hand_over.is_set() and not stopped.done() and (state := await self._let_go()):
                 beat.cancel()
                 return state
-        code = await self._leave()
+        code = await leave(self)
         beat.cancel()
         return code
 
@@ -181,7 +172,7 @@ class Box:
         """Everything in a state that a new program can go on from; None if that can't be now."""
         self._hand_over.clear()
         self.notify.reloading()
-        await self._close_dashboard()
+        await self.close_dashboard()
         await self.control.close()  # the one who asked still gets the answer
         self.probe.stop()
         await self.probe.stopped(1.0)
@@ -223,7 +214,7 @@ class Box:
         except DashboardError as error:
             self.runtime.tell("dashboard", str(error), "error")
 
-    async def _close_dashboard(self) -> None:
+    async def close_dashboard(self) -> None:
         if self._dashboard is not None:
             await self._dashboard.close()
             self._dashboard = None
@@ -245,12 +236,12 @@ class Box:
         """There is no worker yet and no request has been taken."""
         log.info("stopping: %s", self.stop_reason)
         self.notify.stopping(self.stop_reason)
-        self._end_children()
+        self.end_children()
         self.listeners.close()
         self.family.stop_janitor()
         return 0
 
-    def _end_children(self) -> None:
+    def end_children(self) -> None:
         self.check_model.stop()
         self.proxies.kill()
         self.launcher_close()
@@ -303,46 +294,6 @@ class Box:
             await asyncio.sleep(0.01)  # what was said meanwhile is heard before anybody is judged
         self.pulse.turn()
 
-    async def _leave(self) -> int:
-        """Nothing new, finish what is there, end the workers, go."""
-        limit = self.config.server.drain_limit
-        log.info("stopping: %s", self.stop_reason)
-        self.notify.stopping(self.stop_reason)
-        self.notify.extend(limit + 2 * LAST_S)
-        self.fleet.stopping = True
-        self.runtime.perform(self.fleet.advance)
-        forced = asyncio.get_running_loop().create_task(self._force.wait())
-        # Balancers shall see that we are not ready before connections are no longer taken.
-        await asyncio.wait((forced,), timeout=self.config.server.drain_notice)
-        gone = asyncio.get_running_loop().create_task(self.proxies.stop(limit))
-        await asyncio.wait((forced, gone), return_when=asyncio.FIRST_COMPLETED)
-        self.runtime.perform(lambda now: self.fleet.stop(now, LAST_S))
-        await self._empty_within(limit)
-        if not self.fleet.is_empty():
-            self.runtime.perform(self.fleet.kill_all)
-            await self._empty_within(LAST_S)
-        left = [life for life in self.fleet.lives() if not life.exited]
-        for life in left:
-            log.error("%s: pid %d does not die", life.slot, life.pid)
-        self.save_now()
-        self._end_children()
-        await self._close_dashboard()
-        await self.control.close()
-        self.links.close()
-        self.listeners.close()
-        self.family.stop_janitor()
-        return 1 if self._force.is_set() or left else 0
-
-    async def _empty_within(self, seconds: float) -> None:
-        """Until no worker is left, an operator loses patience, or the time is over."""
-        until = time.monotonic() + seconds
-        for _ in range(round(seconds / 0.02)):
-            if self.fleet.is_empty() or time.monotonic() > until:
-                return
-            if self._force.is_set() and seconds > LAST_S:
-                return
-            await asyncio.sleep(0.02)
-
     def stop_soon(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason
         self._stop.set()
@@ -350,7 +301,7 @@ class Box:
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
             log.warning("second signal: ending everything now")
-            self._force.set()
+            self.force.set()
         self.stop_soon(f"signal {signal.Signals(number).name}")
 
     def _on_hup(self) -> None:
@@ -404,89 +355,6 @@ class Box:
         if why:
             raise Conflict(f"not now: {why}", change=change)
 
-    # -- what the runtime asks for ----------------------------------------------------------------
-
-    def spec(self, launch: act.Launch) -> worker_wire.WorkerSpec:
-        fleet = self.fleet
-        life = fleet.life(launch.slot, launch.generation)
-        assert life is not None
-        device = fleet.devices[launch.device]
-        surge = fleet.slots[launch.slot].successor is life and not life.held
-        others = [
-            slot.wanted
-            for slot in fleet.slots.values()
-            if slot.device == launch.device and slot.name != launch.slot and slot.wanted
-        ]
-        a = launch.assignment
-        run_dir = str(self.listeners.run_dir)
-        profile = self.state_dir / "profiles" / f"{a.model}@{a.version}.{device.place.kind}.json"
-        return worker_wire.WorkerSpec(
-            slot=launch.slot,
-            generation=launch.generation,
-            model=a.model,
-            version=a.version,
-            device=device.place.kind,
-            device_uuid=device.place.uuid,
-            control_path=self.listeners.workers_path,
-            data_path=view.data_path(run_dir, launch.slot, launch.generation),
-            config=msgspec.to_builtins(a.config),
-            memory_cap=fleet.books.cap(life, others, surge=surge),
-            device_total=device.total,
-            profile_path=str(profile),
-            held=launch.held,
-            held_context=launch.held_context,
-            env={"GPUSUP_PIXELS": str(self.config.server.pixels), **a.config.env},
-            keep_alive=self.config.supervision.keep_alive,
-            canary_idle=self.config.supervision.canary_idle,
-            canary_limit=self.config.supervision.canary_limit,
-        )
-
-    def publish(self) -> None:
-        self.proxies.broadcast(self.snapshot())
-        state, reason = overall(self.fleet, time.monotonic())
-        self.notify.status(f"{state}{': ' if reason else ''}{reason}")
-
-    def snapshot(self) -> wire.Snapshot:
-        self.serial += 1
-        return view.snapshot(
-            self.fleet,
-            serial=self.serial,
-            run_dir=str(self.listeners.run_dir),
-            devices=self.pulse.infos,
-            poisoned=self.poison.refused(),
-            suspects=self.poison.suspects(),
-            proxies=self.proxies.count,
-            now=time.monotonic(),
-        )
-
-    def persist(self) -> None:
-        if self._persist is None:
-            loop = asyncio.get_running_loop()
-            self._persist = loop.call_later(PERSIST_AFTER_S, self.save_now)
-
-    def save_now(self) -> None:
-        if self._persist is not None:
-            self._persist.cancel()
-            self._persist = None
-        try:
-            self.store.save(save(self.fleet, self.poison.refused(), time.monotonic()))
-        except StoreError as error:
-            log.error("%s", error)
-
-    def reclaim(self, slot: str, generation: int, device: str, pid: int) -> None:
-        self.reclaimer.start(slot, generation, device, pid)
-
-    def check(self, change: str, assignment: act.Assignment) -> None:
-        self.check_model.start(change, assignment)
-
-    def was_host_oom(self, pid: int) -> bool:
-        return self.host_oom.happened()
-
-    def tidy(self, slot: str, generation: int) -> None:
-        """A killed worker leaves its socket's file behind."""
-        with suppress(OSError):
-            os.unlink(view.data_path(str(self.listeners.run_dir), slot, generation))
-
     # -- what comes back --------------------------------------------------------------------------
 
     def _on_check(self, change: str, problem: str) -> None:
@@ -507,68 +375,6 @@ class Box:
         self.events.add("probe", f"probe is {state}: {self.probe.reason}", {})
         if hasattr(self, "runtime"):
             self.runtime.post(DriverSeen(gone=self.probe.driver_gone))
-
-    def on_shed(self, proxy: str, shed: wire.Shed) -> None:
-        """A band changed or a request was shed: write down who had the memory."""
-        text = (
-            f"{shed.device}: {shed.before} -> {shed.after} at {shed.projected:.1%} projected"
-            f"{f', {shed.model} shed' if shed.model else ''}"
-        )
-        self.runtime.tell("band", text, "warning", {"device": shed.device, "proxy": proxy})
-        self.records.later(shed.device, lambda summaries: self._memory_record(shed, summaries))
-        if shed.after == "shed":
-            for life in self.fleet.lives():
-                if life.device == shed.device:
-                    self.links.send(life.slot, life.generation, worker_wire.Trim())
-                    ask = worker_wire.AskReport("memory_summary")
-                    self.links.send(life.slot, life.generation, ask)
-
-    def _memory_record(self, shed: wire.Shed, summaries: dict[str, str]) -> dict[str, Any]:
-        here = [x for x in self.fleet.lives() if x.device == shed.device and not x.exited]
-        sample = self.pulse.sample(shed.device, time.monotonic())
-        pongs = {}
-        for life in here:
-            known = self.runtime.workers.get((life.slot, life.generation))
-            if known and known.pong:
-                pongs[life.slot] = known.pong
-                if text := known.reports.get("memory_summary"):
-                    summaries[life.slot] = text
-        pids = {life.pid: life.slot for life in here}
-        listed = {p.pid for p in (sample.processes or ())} if sample else set()
-        return memory_record(
-            shed,
-            info=next((i for i in self.pulse.infos if i.name == shed.device), None),
-            sample=sample,
-            workers=pongs,
-            pids=pids,
-            names={pid: process_name(pid) for pid in {*pids, *listed}},
-            summaries=summaries,
-            at=time.time(),
-        )
-
-    def collect_evidence(self, kind: str, slot: str, fields: dict[str, Any]) -> None:
-        life = self.fleet.slots[slot].worker
-        if life is not None:
-            ask = worker_wire.AskReport("memory_summary")
-            self.links.send(slot, life.generation, ask)
-        known = self.runtime.workers.get((slot, life.generation)) if life else None
-
-        def record(summaries: dict[str, str]) -> dict[str, Any]:
-            text = known.reports.get("memory_summary", "") if known else ""
-            return {"kind": kind, "slot": slot, "at": time.time(), **fields, "memory_summary": text}
-
-        self.records.later(f"{kind}-{slot}", record)
-
-    def recycle(self, verb: Callable[[float], tuple[Change, list[act.Action]]]) -> None:
-        """Replace a leaking worker by the swap path, as soon as the present step is through."""
-
-        def start() -> None:
-            try:
-                self.runtime.change(verb)
-            except Refused as refused:
-                log.warning("leaking worker not replaced: %s", refused)
-
-        asyncio.get_running_loop().call_soon(start)
 
     def _on_worker_line(self, slot: str, line: str) -> None:
         log.info("%s: %s", slot, line)
@@ -607,10 +413,3 @@ class Box:
 def _raise_its_error(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         task.result()
-
-
-def open_state_dir(path: Path) -> None:
-    """Raises OSError."""
-    path.mkdir(parents=True, exist_ok=True, mode=0o750)
-    (path / "profiles").mkdir(exist_ok=True)
-    (path / "records").mkdir(exist_ok=True)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         return _refuse(str(error))
     # There is something to take away now: from here on the box, which unblocks them, decides.
     signal.pthread_sigmask(signal.SIG_BLOCK, OUR_SIGNALS)
-    from .box import open_state_dir
+    from .around import open_state_dir
     from .family import become_subreaper
     from .leftovers import claim
 
