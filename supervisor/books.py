@@ -71,7 +71,9 @@ class Books:
         key = (life.assignment.model, life.assignment.version, kind)
         peak = max([*life.peaks.values(), life.assignment.config.peak])
         self._measured_as[key] = life.assignment.config
-        self.learned[key] = (memory.static + memory.context, peak)
+        # torch does not count the context, and can't say how large it is.
+        context = memory.context or (CONTEXT_BYTES if kind == "cuda" else 0)
+        self.learned[key] = (memory.static + context, peak)
         self.ledger.settle(life.slot, life.generation, *self.learned[key])
 
     def sampled(self, device: str, total: int, used: int, ours: int) -> None:

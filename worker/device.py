@@ -270,7 +270,7 @@ class Cuda:
     def memory(self) -> wire.Memory:
         """At most 50 ms old: the allocator's statistics take long to read."""
         now = time.monotonic()
-        if now - self._stats_at > 0.05:
+        if now - self._stats_at > 0.05 or self._memory.static != self.static:
             self._stats_at = now
             # A poisoned context refuses this too, and the last answers must still go out.
             with contextlib.suppress(RuntimeError):

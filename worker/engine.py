@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from . import progress, wire
 from .desk import Bell, Desk, Pair
@@ -17,6 +18,9 @@ from .entry import Entry, Fence
 from .loop import Loop
 from .running import Running
 from .startup import Loaded, Startup
+
+#: Registering memory keeps the device's driver from launching anything for that time.
+ARENA_LATER_S: Final = 1.0
 
 
 class Engine:
@@ -29,6 +33,7 @@ class Engine:
         self._bell = Bell()
         self._desk = Desk(self._bell.ring)
         self._running = Running(page)
+        self._dropped: set[int] = set()
 
     @property
     def on_relief(self) -> Callable[[], None] | None:
@@ -80,6 +85,7 @@ class Engine:
             self._loop.texts.credit(entry, count)
 
     def drop(self, connection: int) -> None:
+        self._dropped.add(connection)
         self._desk.drop(connection)
         self._loop.leaving.add(connection)
         self._loop.texts.wake()
@@ -93,6 +99,10 @@ class Engine:
             return
 
         def register() -> None:
+            if self._spec.held:  # those who waited for a swap are answered first
+                time.sleep(ARENA_LATER_S)
+            if connection in self._dropped:
+                return
             if arenas.register(connection, arena):
                 self._loop.intake.registered(arenas.connections())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -161,9 +162,7 @@ class Startup:
         if spec.device == "cuda" and spec.held_context:
             with self._phase("context"):
                 open_device(spec)
-                # The first kernels load with the context; they take as long as it does.
-                torch.ones(16, 16, device="cuda").mm(torch.ones(16, 16, device="cuda"))
-                torch.cuda.synchronize()
+                load_kernels()
         before = _resident()
         read = 0
         with self._phase("prepare"), as_problem("prepare"):
@@ -227,6 +226,19 @@ def _where(error: BaseException) -> str:
 def _resident() -> int:
     fields = Path("/proc/self/statm").read_bytes().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def load_kernels() -> None:
+    """What nearly every model calls first. Libraries and kernels load at their first use, which
+    takes as long as the context does; here nobody waits for it."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        one = torch.ones(64, 64, device="cuda", dtype=dtype)
+        with contextlib.suppress(RuntimeError):  # an old device knows no bfloat16
+            torch.nn.functional.linear(one, one, one[0]).relu_().sum().item()
+            image = one.view(1, 4, 32, 32)
+            torch.nn.functional.conv2d(image, image[:, :, :3, :3]).sum().item()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def _signature(spec: wire.WorkerSpec, weights: str = "") -> str:

@@ -84,3 +84,25 @@ def test_what_clients_can_make_it_keep_is_bounded() -> None:
 )
 def test_elements_are_read_from_the_name(bucket: str, count: int) -> None:
     assert elements_of(bucket) == count
+
+
+def test_a_version_that_was_never_measured_may_begin_with_what_its_kin_took(
+    tmp_path: Path,
+) -> None:
+    old = Profile(str(tmp_path / "m@1.cuda.json"), "sig one", kin="sig")
+    old.learn("8/FP32", 1, 100)
+    old.learn("8/FP32", 4, 400)
+    old.save()
+    path = str(tmp_path / "m@2.cuda.json")
+    assert not Profile(path, "sig two", kin="sig").known
+    assert not Profile(path, "sig two", kin="other", borrow=True).known
+    assert not Profile(str(tmp_path / "n@2.cuda.json"), "two", kin="sig", borrow=True).known
+    new = Profile(path, "sig two", kin="sig", borrow=True)
+    assert new.known
+    assert new.cost("8/FP32", 4) == 400
+    assert not new.covers("8/FP32", 1)  # it is measured when it runs
+    new.learn("8/FP32", 1, 70)
+    assert new.peaks() == {"8/FP32/1": 70, "8/FP32/4": 400}
+    new.save()
+    # What was only borrowed is not kept as its own.
+    assert Profile(path, "sig two", kin="sig").peaks() == {"8/FP32/1": 70}
