@@ -326,6 +326,10 @@ class Box(Around, Evidence):
     def restart_proxy(self, name: str) -> str:
         """Replace one: the new one listens before the old one stops. Returns the change's id."""
         task = Task("restart", "", f"restart {name}", self.fleet)
+        for other in self.fleet.changes.values():
+            if other.is_active() and other.title == task.title:
+                # A second one would end the first one's wait, and with it requests.
+                raise Conflict(f"change {other.id} is replacing {name} already", change=other.id)
         self.runtime.change(lambda now: (task, self.fleet.start_change(task, now)))
 
         async def replace() -> None:

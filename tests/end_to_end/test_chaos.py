@@ -34,7 +34,7 @@ CONFIG = f"""
 proxies = 2
 request_timeout = "15s"
 drain_notice = "50ms"
-drain_limit = "5s"
+drain_limit = "15s"
 
 [devices]
 cpu_memory = "16GiB"
@@ -109,7 +109,7 @@ def patient(call: Callable[[], Any]) -> Any:
 
 
 class Crowd:
-    """The clients, and when which proxy came to harm."""
+    """The clients, and when proxies were killed."""
 
     def __init__(self, service: Service, seed: int) -> None:
         self.service = service
@@ -248,17 +248,9 @@ class Script:
         self._ask("POST", "/models/safe/reload", {"version": str(self._versions)})
 
     def restart_proxy(self) -> None:
+        """Loses nothing, unlike a killed one."""
         name = f"proxy{self.rng.randrange(2)}"
-        began = time.monotonic()
-
-        def replace() -> None:
-            try:
-                with suppress(OSError, http.client.HTTPException, AssertionError):
-                    self.service.change(f"/proxies/{name}/restart")
-            finally:
-                self.crowd.harm.append((began, time.monotonic()))
-
-        self._aside(replace)
+        self._aside(lambda: self._ask("POST", f"/proxies/{name}/restart"))
 
     def kill_proxy(self) -> None:
         rows = [p for p in patient(self.service.status)["proxies"] if p["pid"]]

@@ -140,6 +140,7 @@ def test_a_proxy_replaced_under_load_resets_nobody(service: Service) -> None:
         for name in ("proxy0", "proxy1"):
             done = service.change(f"/proxies/{name}/restart")
             assert done["state"] == "done", done
+            figure(f"{name} replaced in {done['took_s']:.2f} s")
         for _ in range(50):  # a connection each
             seen.append(service.predict("double", b"1").status)
         load.wait_for(100)
