@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from gpusup.conf.schema import ServerConfig
@@ -17,6 +18,7 @@ from .certify_load import Body
 
 _PIECE: Final = 256 * 1024
 _DRIP_S: Final = 0.4
+_BLOCK: Final = 2**22
 #: Any of these says "your request": which one is a matter of taste for most of what is sent here.
 ANY_4XX: Final = frozenset({400, 404, 405, 408, 411, 413, 414, 415, 417, 422, 431})
 SIZE: Final = frozenset({413})
@@ -150,13 +152,7 @@ def png_head(width: int, height: int) -> bytes:
 
 def png_bomb(width: int, height: int) -> bytes:
     """The same with pixels: zeros, a thousandth of what they unfold to."""
-    packer = zlib.compressobj(9)
-    row = bytes(2**20)
-    left, pieces = (width + 1) * height, []
-    while left > 0:
-        pieces.append(packer.compress(row[: min(left, len(row))]))
-        left -= len(row)
-    data = b"".join([*pieces, packer.flush()])
+    data = zlib_bomb((width + 1) * height)
     return png_head(width, height) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 
@@ -164,18 +160,32 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
+@cache
 def gzip_bomb(size: int) -> bytes:
-    return _packed(size, 31)
+    crc, block = 0, bytes(_BLOCK)
+    for at in range(0, size, _BLOCK):
+        crc = zlib.crc32(block[: size - at], crc)
+    head = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x02\xff"
+    return head + _zeros(size) + struct.pack("<II", crc, size % 2**32)
 
 
+@cache
 def zlib_bomb(size: int) -> bytes:
-    return _packed(size, 15)
+    # Adler-32 of zeros: the first sum stays 1 and the second counts them.
+    return b"\x78\xda" + _zeros(size) + struct.pack(">I", (size % 65521) << 16 | 1)
 
 
-def _packed(size: int, wbits: int) -> bytes:
-    packer = zlib.compressobj(9, zlib.DEFLATED, wbits)
-    block = bytes(2**22)
-    return b"".join([*(packer.compress(block) for _ in range(size // len(block))), packer.flush()])
+def _zeros(size: int) -> bytes:
+    """So many zeros, deflated.
+
+    A block that ends in a full flush knows nothing of what was before it, so one is compressed and
+    repeated: a gigabyte in no time.
+    """
+    whole, rest = divmod(size, _BLOCK)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = packer.compress(bytes(_BLOCK)) + packer.flush(zlib.Z_FULL_FLUSH)
+    last = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return packed * whole + last.compress(bytes(rest)) + last.flush()
 
 
 def _v2(shape: list[int], data: list[float]) -> bytes:

@@ -51,7 +51,8 @@ async def run(bench: Bench, result: Result) -> None:
     host, port = url.hostname or "127.0.0.1", url.port or 80
     await bench.settled()
     rate = await bench.base_rate(share=0.1, most=30.0)
-    todo = attacks(host, target.model, urlsplit(bench.load.url).path, bench.bodies[0], server)
+    path = urlsplit(bench.load.url).path
+    todo = await asyncio.to_thread(attacks, host, target.model, path, bench.bodies[0], server)
     quick = [a for a in todo if not a.slow]
     slow = [a for a in todo if a.slow]
     seen: list[Seen] = []

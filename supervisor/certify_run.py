@@ -113,7 +113,7 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
         for name in names:
             if name not in {r.name for r in results}:
                 result = Result(name, _MODULES[name].TITLE)
-                result.check("could be run", False, str(error).splitlines()[0])
+                result.check("could be run", False, " ".join(str(error).split())[-600:])
                 shown.result(result)
                 results.append(result)
     order = list(TESTS)
