@@ -52,8 +52,12 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(
         f"{folder} has {', '.join(FILES)}. Next:\n"
         f"  cd {folder}\n"
-        f"  gpusup try gpusup.toml classifier --input example.png\n"
-        f"  gpusup run gpusup.toml\n"
+        "  gpusup check gpusup.toml\n"
+        "  gpusup try gpusup.toml classifier --input example.png\n"
+        "  gpusup run gpusup.toml\n"
+        "and in another terminal:\n"
+        "  curl --data-binary @example.png http://127.0.0.1:8000/predictions/classifier\n"
+        "  gpusupctl top\n"
     )
     return OK
 

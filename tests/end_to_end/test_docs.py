@@ -28,7 +28,7 @@ from .service import Service, free_port
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 #: Blocks that are left out, in all documents together.
 NO_RUN_LIMIT = 8
 
