@@ -199,11 +199,16 @@ class Operator:
         except Refused as refused:
             _refuse(refused)
 
+    def _tell(self, target: str, text: str) -> None:
+        self.box.runtime.tell("operator", f"{target} {text}", fields={"target": target})
+
     def cordon(self, target: str, why: str, by: str) -> None:
         self._perform(verbs.cordon, target, by, why)
+        self._tell(target, f"cordoned by {by}{': ' if why else ''}{why}")
 
     def uncordon(self, target: str) -> None:
         self._perform(verbs.uncordon, target)
+        self._tell(target, "uncordoned")
 
     def drain(self, target: str, limit_s: float | None, by: str) -> str:
         return self._change(verbs.drain, target, by, limit_s)
@@ -215,6 +220,7 @@ class Operator:
 
     def reset_failed(self, target: str) -> None:
         self._perform(verbs.reset_failed, target)
+        self._tell(target, "tallies cleared by an operator")
 
     def reload_model(self, model: str, options: Mapping[str, Any]) -> str | Mapping[str, Any]:
         try:
