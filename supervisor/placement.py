@@ -361,8 +361,12 @@ def place(
             )
     lines = [
         f"{device}: {', '.join(f'{n} x {model}' for model, n in filling.counts.items()) or 'empty'}"
-        f" = {format_size(filling.static)} at rest + {format_size(filling.peak)} at work of "
-        f"{format_size(filling.room.total)}"
+        + (
+            f" = {format_size(filling.static)} at rest + {format_size(filling.peak)} at work of "
+            f"{format_size(filling.room.total)}"
+            if filling.static or not filling.counts
+            else f"; measured at the first load, {format_size(filling.room.total)} in all"
+        )
         for device, filling in fillings.items()
     ]
     return Placement(placed=tuple(placed), refused=refused, short=short, lines=tuple(lines))
