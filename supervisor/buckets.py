@@ -113,6 +113,7 @@ def propose(model: str, sizes: Mapping[str, int], current: Sequence[Shape]) -> d
         "model": model,
         "requests": sum(seen.values()),
         "shapes": len(seen),
+        "sizes": dict(sizes),
         "current": [list(b) for b in current],
         "proposals": [],
     }
