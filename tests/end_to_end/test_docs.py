@@ -129,6 +129,7 @@ def test_every_command_does_what_the_document_says(path: Path, short_path: Path)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
     finally:
         service.end()
     assert code == 0, out.read_text(errors="replace")[-6000:]
