@@ -121,8 +121,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         "--canary", type=share, default=0.0, metavar="10%", help="only this share of the traffic"
     )
     one.add_argument(
-        "--allow-gap", type=seconds, metavar="TIME", help="longest time without a ready worker"
-    )
+        "--allow-gap", type=seconds, metavar="TIME", help="if the only worker has to leave first, "
+        "requests wait for so long, instead of the model's `hold`; refused if it will take longer",
+    )  # fmt: skip
     one.add_argument("--dry-run", action="store_true", help="say what would be done, and why")
     for name, help_text in (
         ("promote", "Give a canary all the traffic."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -24,6 +24,10 @@ from .swap_plan import Strategy, Way, way
 
 if TYPE_CHECKING:
     from .slot import Slot
+
+
+#: For the proxies to connect to a new worker before the old one leaves.
+ACQUAINT_S: Final = 0.1
 
 
 class Stage(StrEnum):
@@ -282,6 +286,8 @@ class Swap(Change):
         if self._keep_canary and not self.todo and not self.done:
             self.stage, self.state = Stage.CANARY, "waiting"
             return self.note(now, f"canary: {self.canary_share:.0%} of requests go to it")
+        if now - slot.successor.ready_at < ACQUAINT_S:
+            return []
         self.stage = Stage.RETIRE
         actions = self.note(now, f"{slot.name}: new worker is ready, the old one drains")
         if slot.worker is not None:
