@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,12 +27,21 @@ from typing import Any, NamedTuple
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "apps"))
+if not importlib.util.find_spec("gpusup"):  # not installed: from the tree, children too
+    LINKS = str(Path(__file__).resolve().parents[1] / "links")
+    sys.path.insert(0, LINKS)
+    os.environ["PYTHONPATH"] = f"{LINKS}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench" / "apps"))
 import work
 from service import Service
 
-HERE = Path(__file__).parent
+#: So that `tests.end_to_end` is ours, whatever else is installed under that name.
+_tests = types.ModuleType("tests")
+_tests.__path__ = [str(Path(__file__).resolve().parents[1])]
+sys.modules.setdefault("tests", _tests)
+
+HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent / "bench"
 IMAGE = bytes(range(256)) * (3 * 224 * 224 // 256)
 LOG_TAIL = 4000
@@ -86,7 +97,7 @@ def attempt(
 ) -> None:
     """Put what `step` returns under `name`, or what went wrong with the end of the log.
 
-    With a limit it is broken off then; only in the main thread.
+    What is there already stays. With a limit it is broken off then; only in the main thread.
     """
     began = time.monotonic()
 
@@ -98,13 +109,16 @@ def attempt(
         if limit_s:
             signal.setitimer(signal.ITIMER_REAL, limit_s)
         found[name] = step()
-    except Exception as error:  # the steps after it can still tell something
+    except (Exception, KeyboardInterrupt) as error:  # the steps after it can still tell something
         found[name] = {
+            **(kept if isinstance(kept := found.get(name), dict) else {}),
             "error": f"{type(error).__name__}: {str(error)[:600]}",
             "where": "".join(traceback.format_tb(error.__traceback__)[-3:])[-1500:],
         }
         with contextlib.suppress(Exception):
             found[name]["log"] = log()[-LOG_TAIL:]
+        if isinstance(error, KeyboardInterrupt):
+            raise
     finally:
         if limit_s:
             signal.setitimer(signal.ITIMER_REAL, 0)

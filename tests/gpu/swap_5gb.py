@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+import rig  # first: it says where `tests` is
 import torch
 from safetensors.torch import save_file
 
@@ -69,7 +68,7 @@ def main() -> int:
         files = write_weights(Path(made), int(given.gb * 1e9))
         with tempfile.TemporaryDirectory(prefix="gs-") as name:
             config = (
-                f'[models.big]\nhandler = "{Path(__file__).parent / "swap_handler.py"}:Layers"\n'
+                f'[models.big]\nhandler = "{rig.HERE / "swap_handler.py"}:Layers"\n'
                 f'weights = "{made}/model-{{version}}.safetensors"\nworkers = 1\nhold = "30s"\n'
                 '[devices]\nuse = ["gpu0"]\n'
             )

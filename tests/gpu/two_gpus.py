@@ -397,19 +397,17 @@ def write(path: Path, rules: dict[str, Any]) -> None:
 
 def config(given: argparse.Namespace, use: list[str]) -> str:
     # No request runs twice: a death shows what it costs.
-    return (
-        f"[server]\nproxies = {given.proxies}\n"
-        + rig.PRELOAD
-        + rig.devices(given.cpu, use)
-        + rig.resnet(given.cpu, retry="never")
-    )
+    model = rig.resnet(given.cpu, retry="never")
+    where = rig.devices(given.cpu, use)
+    return f"[server]\nproxies = {given.proxies}\n{rig.PRELOAD}{where}{model}"
 
 
 def one_gpu(given: argparse.Namespace, wrk: rig.Wrk) -> dict[str, Any]:
     with rig.started(config(given, ["gpu0"])) as service:
         url = f"http://127.0.0.1:{service.port}/predictions/resnet"
         wrk.run(url, given.clients, 2)
-        return wrk.run(url, given.clients, given.seconds)
+        found: dict[str, Any] = wrk.run(url, given.clients, given.seconds)
+        return found
 
 
 POINTS = ("pinned", "balance", "foreign", "drain", "swap", "kill", "lost", "hidden")

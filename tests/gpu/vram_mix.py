@@ -31,7 +31,7 @@ import work
 from mixed_clients import ask
 from service import Service, free_port
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 BUDGET_GIB = 24.0
 GIB = 2**30
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
@@ -41,12 +41,10 @@ ANSWERED = {"200", "429", "503"}
 def config(cpu: bool, sizes: list[int]) -> str:
     buckets = [[3, size, size] for size in sizes]
     memory = "" if cpu else f'[devices.memory]\ngpu0 = "{BUDGET_GIB:g}GiB"\n'
-    return (
-        f"[server]\nproxies = {1 if cpu else 4}\n"
-        + rig.PRELOAD
-        + rig.devices(cpu, ["gpu0"])
-        + memory
-        + f"""
+    where = rig.devices(cpu, ["gpu0"])
+    return f"""[server]
+proxies = {1 if cpu else 4}
+{rig.PRELOAD}{where}{memory}
 [models.mixed]
 handler = "{HERE}/handlers.py:Mixed"
 weights = "{work.WEIGHTS}"
@@ -55,7 +53,6 @@ max_rows = {4 if cpu else 16}
 decode_threads = {2 if cpu else 4}
 workers = 1
 """
-    )
 
 
 @contextlib.contextmanager
@@ -190,9 +187,14 @@ def at(times: list[float], share: float) -> float | None:
 
 
 def with_gpusup(
-    cpu: bool, sizes: list[int], clients: list[int], seconds: float, base: int
+    found: dict[str, Any],
+    cpu: bool,
+    sizes: list[int],
+    clients: list[int],
+    seconds: float,
+    base: int,
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"runs": []}
+    found["runs"] = []
     began = time.monotonic()
     with rig.started(config(cpu, sizes), limit_s=150) as service:
         found["start_s"] = round(time.monotonic() - began, 1)
@@ -225,7 +227,8 @@ def with_gpusup(
 
 
 def ooms(service: Service) -> dict[str, float]:
-    return rig.metric(service, "gpusup_worker_ooms_total", "slot")
+    found: dict[str, float] = rig.metric(service, "gpusup_worker_ooms_total", "slot")
+    return found
 
 
 def healthy(found: dict[str, Any]) -> bool:
@@ -239,10 +242,16 @@ def healthy(found: dict[str, Any]) -> bool:
 
 
 def naive(
-    cpu: bool, sizes: list[int], clients: list[int], seconds: float, base: int, dtype: str
+    found: dict[str, Any],
+    cpu: bool,
+    sizes: list[int],
+    clients: list[int],
+    seconds: float,
+    base: int,
+    dtype: str,
 ) -> dict[str, Any]:
     """The same load on a server without limits; stops after the first count that breaks it."""
-    found: dict[str, Any] = {"dtype": dtype, "runs": [], "fails_at": None}
+    found |= {"dtype": dtype, "runs": [], "fails_at": None}
     port = free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -329,8 +338,9 @@ def main() -> int:
         work.weights_file(name)
     result: dict[str, Any] = {"machine": rig.machine(), "seconds": given.seconds}
 
-    def step(name: str, what: Callable[[], Any]) -> None:
-        rig.attempt(result, name, what, lambda: "")
+    def step(name: str, what: Callable[[dict[str, Any]], Any]) -> None:
+        result[name] = {}
+        rig.attempt(result, name, lambda: what(result[name]), str)
         if given.out:
             given.out.write_text(json.dumps(result))
 
@@ -339,20 +349,23 @@ def main() -> int:
         if cpu
         else ballast("--leave-gib", f"{BUDGET_GIB:g}")
     )
-    with holding as held:
+    with contextlib.suppress(KeyboardInterrupt), holding as held:
         result["ballast"] = held
         base = held["total"] - held["free"]
-        step("gpusup", lambda: with_gpusup(cpu, sizes, clients, given.seconds, base))
+        step("gpusup", lambda found: with_gpusup(found, cpu, sizes, clients, given.seconds, base))
         if not given.skip_naive:
             seconds = given.naive_seconds or given.seconds
-            step("naive", lambda: naive(cpu, sizes, clients, seconds, base, "fp16"))
+            step("naive", lambda found: naive(found, cpu, sizes, clients, seconds, base, "fp16"))
             if result["naive"].get("fails_at") is None and "error" not in result["naive"]:
                 # Within 24 GiB in half precision; in the precision that weights come in?
                 last = clients[-1:]
-                step("naive_fp32", lambda: naive(cpu, sizes, last, seconds, base, "fp32"))
+                step(
+                    "naive_fp32",
+                    lambda found: naive(found, cpu, sizes, last, seconds, base, "fp32"),
+                )
     print(rig.table(rows_of(result)), file=sys.stderr)
     print(json.dumps(result))
-    return 0 if result["gpusup"].get("right") else 1
+    return 0 if result.get("gpusup", {}).get("right") else 1
 
 
 if __name__ == "__main__":
