@@ -138,7 +138,10 @@ def logs(client: Client, given: argparse.Namespace) -> int:
         for piece in client.stream("slots", given.target, "logs", lines=given.lines, follow=1):
             ctl_view.out(piece["lines"])
         return exit_codes.OK
-    ctl_view.out(client.get("slots", given.target, "logs", lines=given.lines)["lines"])
+    found = client.get("slots", given.target, "logs", lines=given.lines)["lines"]
+    ctl_view.out(found)
+    if not found:
+        sys.stderr.write(f"gpusupctl: the workers of {given.target} have printed nothing\n")
     return exit_codes.OK
 
 

@@ -17,6 +17,7 @@ from .ctl_client import Client, CtlError
 
 #: Values under such keys are never written down, whatever they are.
 _SECRET: Final = re.compile(r"(?i)key|secret|token|password|passwd|credential|auth|cookie")
+_LOG_BYTES: Final = 1024 * 1024
 _HIDDEN: Final = "(removed)"
 #: Keys with "key" in them that say where a secret is, not what it is.
 _HARMLESS: Final = frozenset({"tls_key", "api_keys"})
@@ -69,6 +70,9 @@ def write(client: Client, path: str) -> str:
         found = fetch(f"logs/{name}.txt", lambda name=name: client.get("slots", name, "logs"))  # type: ignore[misc]
         if found:
             files[f"logs/{name}.txt"] = "".join(line + "\n" for line in found["lines"])
+    logging = json.loads(files.get("support.json", "{}")).get("config", {}).get("log", {})
+    if path_of_log := logging.get("file"):
+        files["service.log"] = _end_of(path_of_log, problems)
     files["machine.json"] = _json(_machine())
     files["problems.txt"] = "".join(problem + "\n" for problem in problems)
     try:
@@ -76,6 +80,17 @@ def write(client: Client, path: str) -> str:
     except OSError as error:
         raise CtlError(f"cannot write {path}: {error.strerror}") from error
     return path
+
+
+def _end_of(path: str, problems: list[str]) -> str:
+    """The last part of the service's own log. It holds no secrets from the beginning."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError as error:
+        problems.append(f"service.log: cannot read {path}: {error.strerror}")
+        return ""
 
 
 def _pack(path: str, root: str, files: dict[str, str]) -> None:

@@ -78,13 +78,13 @@ def _style(word: str) -> str:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     for column in columns:
-        table.add_column(column, no_wrap=column != "why", overflow="ellipsis")
+        table.add_column(column, no_wrap=column not in ("why", "name"), overflow="ellipsis")
     return table
 
 
 def _devices(view: Mapping[str, Any]) -> Table:
     marks = (view.get("queue_mark", 0.85), view.get("shed_mark", 0.92))
-    table = _table("", "device", "band", "use", "", "free", "total", "leased", "foreign", "why")
+    table = _table("", "device", "band", "use", "", "free", "total", "leased", "foreign", "name")
     for device in view.get("devices", ()):
         known = device["known"]
         share = device["watermark"]

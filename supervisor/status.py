@@ -175,15 +175,22 @@ def overall(fleet: Fleet, now: float) -> tuple[str, str]:
     if fleet.stopping:
         return "draining", "stopping"
     ready, reason = view.readiness(fleet, now)
-    states = {slot.state(now) for slot in fleet.slots.values() if slot.wanted is not None}
+    wanted = [slot for slot in fleet.slots.values() if slot.wanted is not None]
+    states = {slot.state(now) for slot in wanted}
     # A worker that is on its way counts as starting only where nothing has failed.
     young = {"spawned", "loading", "warming", "held", "empty"}
     if not ready:
-        return ("starting" if states and states <= young | {"ready"} else "down"), reason
+        # What an operator has taken out will not come by waiting.
+        coming = states and states <= young | {"ready"} and not any(map(out_of_use, wanted))
+        return ("starting" if coming else "down"), reason
     bad = [
-        f"{slot.name} is {slot.state(now)}"
-        for slot in fleet.slots.values()
-        if slot.wanted is not None
-        and (slot.standing is not Standing.SCHEDULABLE or not slot.is_ready())
+        f"{slot.name} is {slot.standing if out_of_use(slot) else slot.state(now)}"
+        for slot in wanted
+        if out_of_use(slot) or not slot.is_ready()
     ]
     return ("degraded" if bad else "ready"), "; ".join(bad)
+
+
+def out_of_use(slot: Slot) -> bool:
+    """Cordoned, quarantined or lost."""
+    return slot.standing is not Standing.SCHEDULABLE

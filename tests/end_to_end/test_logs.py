@@ -119,6 +119,7 @@ def test_neither_body_nor_key_nor_setting_is_ever_in_it(service: Service) -> Non
         for secret in (KEY, WRONG_KEY, SETTING, VARIABLE, BODY):
             assert secret not in text, f"{secret} is in {where}"
     assert len(texts) > 8
+    assert any(name.endswith("/service.log") and text for name, text in texts.items())
 
 
 def test_what_was_to_be_expected_makes_no_traceback(service: Service) -> None:
