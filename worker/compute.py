@@ -21,6 +21,7 @@ from .model import InvalidInput
 from .outputs import Outputs, WrongRows, joined, outputs_of
 from .pool import Key, Pool, Slab, place, zero_rest
 from .profile import Profile
+from .tell import tell
 
 #: How much of an error's text a client is shown.
 _TEXT_LIMIT: Final = 300
@@ -42,6 +43,7 @@ def failure_of(error: BaseException) -> Failure:
         return Failure("rows", str(error))
     if is_oom(error):
         return Failure("oom", one_line(error), tried_bytes(error))
+    tell(error)
     return Failure("sticky" if is_sticky(error) else "failed", one_line(error))
 
 
