@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from gpusup.supervisor.tally import Tally
+from gpusup.supervisor.tally import VERSIONS_KEPT, Tally
 from gpusup.supervisor.wire import ModelStats, Observed, ProxyReport, Sample
 from gpusup.worker.wire import Counters
 
@@ -115,3 +115,17 @@ def test_without_reported_statistics_the_metrics_serve() -> None:
     assert stats["inference_count"] == 30
     assert stats["inference_stats"]["compute_infer"] == {"count": 6, "ns": 300_000_000}
     assert stats["inference_stats"]["fail"]["count"] == 3
+
+
+def test_versions_of_long_ago_become_one_series_and_no_row_is_lost() -> None:
+    tally = Tally()
+    for version in range(1, 101):
+        tally.count("gpusup_rows_total", ("m", str(version)), 2)
+        tally.count("gpusup_rows_total", ("m", "1"))  # in use all the time, so kept
+        tally.worker_said("gpu0", version, "m", str(version), Counters(batches=1))
+    rows = tally.counters["gpusup_rows_total"]
+    assert len(rows) == VERSIONS_KEPT + 1
+    assert rows["m", "1"] == 102
+    assert sum(rows.values()) == 300
+    assert tally.v2_stats("m", "100")["execution_count"] == 1
+    assert tally.v2_stats("m", "50")["execution_count"] == 0
