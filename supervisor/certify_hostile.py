@@ -64,16 +64,16 @@ async def run(bench: Bench, result: Result) -> None:
         for number, attack in enumerate(quick):
             bench.progress.step(f"hostile: {attack.name}", 0.8 * number / len(todo))
             seen.append(await _try(attack, host, port))
-        bench.progress.step(f"hostile: {', '.join(a.name for a in slow)}", 0.8)
-        async with bench.load.running(rate) as samples:
-            bench.mark(result, "slow senders")
-            limit = slow_limit(server)
-            tries = [_try(attack, host, port, limit + 2) for attack in slow]
-            seen += await asyncio.gather(*tries)
     finally:
-        reader.cancel()
+        reader.cancel()  # what follows has other clients beside, who may use the device
         with contextlib.suppress(asyncio.CancelledError):
             await reader
+    bench.progress.step(f"hostile: {', '.join(a.name for a in slow)}", 0.8)
+    async with bench.load.running(rate) as samples:
+        bench.mark(result, "slow senders")
+        limit = slow_limit(server)
+        tries = [_try(attack, host, port, limit + 2) for attack in slow]
+        seen += await asyncio.gather(*tries)
     result.samples += samples
     for one in seen:
         _judge(result, one, server)

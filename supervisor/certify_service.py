@@ -176,7 +176,8 @@ async def started(
         config_path, log = folder / "gpusup.toml", folder / "log"
         config_path.write_text(text)
         config = load(config_path)
-        overrides = folder / "overrides.json"
+        # Only where faults are wanted: else the probe is to read the driver as it always does.
+        overrides = folder / "overrides.json" if models else None
         began = time.monotonic()
         process = _start(config_path, log, overrides)
         connector = aiohttp.UnixConnector(str(folder / "run" / "control.sock"))
@@ -256,8 +257,10 @@ async def _only_model(url: str) -> str:
     return names[0]
 
 
-def _start(config: Path, log: Path, overrides: Path) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "GPUSUP_PROBE_OVERRIDES": str(overrides)}
+def _start(config: Path, log: Path, overrides: Path | None) -> subprocess.Popen[bytes]:
+    env = dict(os.environ)
+    if overrides is not None:
+        env["GPUSUP_PROBE_OVERRIDES"] = str(overrides)
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "gpusup.supervisor", "run", str(config)],
