@@ -82,11 +82,15 @@ def script(path: Path, folder: Path, port: int, second: int) -> str:
         elif "background" in block.words:
             target = f"{port}/readyz" if block.words[-1] == "8000" else f"{second}/"
             # `exec`, or the signal at the end would reach a shell and not the service.
-            command = f"gpusup run {folder}/gpusup.toml" if text.strip() == "gpusup run" else text
-            lines.append(f"( exec {command.strip()} ) &")
+            command = text.partition("#")[0].strip()
+            if command == "gpusup run":
+                command += f" {folder}/gpusup.toml"
+            if command == "gpusup dashboard":
+                command += f" --listen 127.0.0.1:{second}"
+            lines.append(f"( exec {command} ) &")
             lines.append(
                 f"for i in $(seq 600); do curl -sf -o /dev/null 127.0.0.1:{target} && break; "
-                "kill -0 $! || exit 1; sleep 0.1; done"
+                f"kill -0 $! || exit 1; sleep 0.1; done; curl -sf -o /dev/null 127.0.0.1:{target}"
             )
         else:
             lines.append(text)
