@@ -122,6 +122,10 @@ def _rates(rates: Sequence[Mapping[str, Any]], sla: tuple[float, float]) -> str:
         xscale="log", yscale="log", xlabel="requests/s offered", ylabel="ms",
         title="Latency by rate",
     )  # fmt: skip
+    ticks = [r["offered"] for r in ramp]
+    steps = [t for n, t in enumerate(ticks) if not n or t / ticks[n - 1] > 1.6]
+    axes.set_xticks(steps, [f"{t:.0f}" for t in steps])
+    axes.minorticks_off()
     axes.legend(fontsize=8, loc="upper left")
     return _svg(figure, "rates")
 
@@ -201,7 +205,7 @@ def _memory(
         if name in marks:
             axes.axhline(marks[name] * 100, color=colour, lw=1.2, ls="--", label=f"{name} mark")
     axes.set(ylabel="% of the device", xlabel="s", ylim=(0, 108),
-             title="Device memory in use, without what can be reclaimed")  # fmt: skip
+             title="Device memory in use")  # fmt: skip
     _tests(axes, results, start)
     axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.99), ncols=6)
     return _svg(figure, "memory")
@@ -225,8 +229,8 @@ def _tests(axes: Any, results: Sequence[Result], start: float) -> None:
         if number % 2 == 0:
             axes.axvspan(left, right, color="#f3f4f6", lw=0, zorder=0)
         axes.text(
-            (left + right) / 2, 1.0, result.name, transform=axes.get_xaxis_transform(),
-            ha="center", va="top", fontsize=8, color=_FAINT, weight="bold",
+            (left + right) / 2, 1.0 - 0.06 * (number % 2), result.name,
+            transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=8, color=_FAINT, weight="bold",
         )  # fmt: skip
 
 
@@ -258,5 +262,7 @@ def _series(result: Result) -> str:
             color=_DEVICES[number % len(_DEVICES)], lw=1.2, label=name,
         )  # fmt: skip
     axes.set(xlabel="s", ylabel="MiB since the start", title=f"Memory during {result.name}")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -0.2), max(high, 1.0))  # pages of noise are not to look like a leak
     axes.legend(fontsize=7, ncols=3, loc="upper left")
     return _svg(figure, f"series-{result.name}")
