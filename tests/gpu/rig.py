@@ -277,7 +277,8 @@ def gpus() -> dict[str, dict[str, float]]:
 
 def gpu_of_pids() -> dict[int, str]:
     """Process -> UUID of the GPU it computes on, by nvidia-smi."""
-    return {int(pid): uuid for uuid, pid in nvidia_smi("compute-apps", "gpu_uuid,pid")}
+    rows = nvidia_smi("compute-apps", "gpu_uuid,pid")
+    return {int(pid): uuid for uuid, pid in rows if pid.isdigit()}
 
 
 def _number(cell: str) -> float:

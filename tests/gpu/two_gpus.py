@@ -95,14 +95,16 @@ class Box:
 
 def pinned(box: Box) -> dict[str, Any]:
     """Where each worker says it is, where nvidia-smi says it is, and what moves under load."""
+    found: dict[str, Any] = {"workers": {}, "loaded": {}}
     seen: dict[int, str] = {}
-    for _ in range(400):
+    for slot in box.slots[:2]:
+        other = box.second if slot == box.first else box.first
+        box.service.ctl("cordon", other)
         answer = box.service.predict("resnet", rig.IMAGE).json()
         seen[answer["pid"]] = answer["gpu"]
-        if len(seen) == len(box.slots):
-            break
+        found["loaded"][slot] = alone(box, slot)
+        box.service.ctl("uncordon", other)
     listed = {} if box.cpu else rig.gpu_of_pids()
-    found: dict[str, Any] = {"workers": {}, "loaded": {}}
     for slot in box.slots:
         pid, uuid = box.pid(slot), box.uuid(slot)
         found["workers"][slot] = {
@@ -117,11 +119,6 @@ def pinned(box: Box) -> dict[str, Any]:
             d["name"]: {"status": d["free"] >> 20, "nvidia_smi": smi[d["uuid"]]["free_mib"]}
             for d in box.service.status()["devices"]
         }
-    for slot in box.slots[:2]:
-        other = box.second if slot == box.first else box.first
-        box.service.ctl("cordon", other)
-        found["loaded"][slot] = alone(box, slot)
-        box.service.ctl("uncordon", other)
     found["right"] = all(w["by_torch"] == w["device"] for w in found["workers"].values())
     return found
 

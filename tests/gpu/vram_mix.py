@@ -92,16 +92,25 @@ class Peak:
             self._thread.join(5)
 
     def _run(self) -> None:
-        try:
-            import pynvml
+        while not self._stop.wait(0.02):
+            self.used = max(self.used, nvml_used())
 
+
+_nvml: list[Any] = []
+
+
+def nvml_used() -> int:
+    """Bytes of the first device in use by anybody; 0 where NVML can't tell."""
+    try:
+        import pynvml
+
+        if not _nvml:
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            while not self._stop.wait(0.02):
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                self.used = max(self.used, int(memory.total - memory.free))
-        except Exception as error:  # the run goes on without this figure
-            print(f"no NVML: {error}", file=sys.stderr)
+            _nvml.append(pynvml.nvmlDeviceGetHandleByIndex(0))
+        memory = pynvml.nvmlDeviceGetMemoryInfo(_nvml[0])
+        return int(memory.total - memory.free)
+    except Exception:  # the run goes on without this figure
+        return 0
 
 
 class Watch:
@@ -351,7 +360,7 @@ def main() -> int:
     )
     with contextlib.suppress(KeyboardInterrupt), holding as held:
         result["ballast"] = held
-        base = held["total"] - held["free"]
+        base = nvml_used()
         step("gpusup", lambda found: with_gpusup(found, cpu, sizes, clients, given.seconds, base))
         if not given.skip_naive:
             seconds = given.naive_seconds or given.seconds
