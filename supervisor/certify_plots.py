@@ -230,7 +230,8 @@ def _tests(axes: Any, results: Sequence[Result], start: float) -> None:
             axes.axvspan(left, right, color="#f3f4f6", lw=0, zorder=0)
         axes.text(
             (left + right) / 2, 1.0 - 0.06 * (number % 2), result.name,
-            transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=8, color=_FAINT, weight="bold",
+            transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=8,
+            color=_FAINT, weight="bold",
         )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from .leak import Slope
 
 TITLE: Final = "Stability: low traffic for long; memory, descriptors, threads"
 READ_S: Final = 1.0
+#: Readings of one kind that are kept: days are read less often.
+READINGS: Final = 7200
 #: A run that was interrupted goes on from here, in the report's folder.
 FILE: Final = "stability.jsonl"
 #: Descriptors or threads for each thousand requests.
@@ -56,7 +58,9 @@ async def run(bench: Bench, result: Result) -> None:
     before = load_past(path, key)
     elapsed, requests, bad = before
     if elapsed:
-        result.notes.append(f"goes on after {elapsed:.0f} s of an earlier run")
+        result.notes.append(
+            f"goes on after {elapsed:.0f} s of an earlier run; slopes are of what came since"
+        )
     generations = await _generations(bench)
     oom_before = kernel_ooms()
     warm = await bench.load.run(rate * 2, 3.0)  # the first requests fill caches
@@ -179,7 +183,7 @@ async def _read_on(
                     name = f"{slot['slot']} {kind}"
                     readings.add(name, requests, now - began, slot["memory"][kind])
         await asyncio.to_thread(_read_processes, bench, readings, requests, now - began)
-        await asyncio.sleep(READ_S)
+        await asyncio.sleep(max(READ_S, bench.profile.stability_s / READINGS))
 
 
 def _read_processes(bench: Bench, readings: Readings, requests: int, at: float) -> None:
