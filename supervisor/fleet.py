@@ -8,7 +8,6 @@ here, after every event.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,7 +18,8 @@ from gpusup.conf.schema import Config, ModelConfig
 
 from . import events as ev
 from .actions import Action, Assignment, Persist, Publish, Tell
-from .backoff import COUNTED, Cause
+from .backoff import Cause
+from .blame import device_faulted, gave_up
 from .books import Books
 from .change import Await, Change
 from .layout import DevicePlace, Fits, SlotPlace, lay_out
@@ -138,7 +138,7 @@ class Fleet:
                 if event.device in self.devices:
                     self.books.unknown(event.device)
             case ev.DeviceFaulted():
-                actions += self._device_faulted(event, now)
+                actions += device_faulted(self, event, now)
             case ev.DriverSeen():
                 if event.gone != self.driver_gone:
                     text = f"the GPU driver is gone: {event.gone}"
@@ -326,72 +326,7 @@ class Fleet:
             self.books.learn(life)
             self.models[life.assignment.model].failed = ""
         if slot.failed and not failed_before:
-            actions += self._gave_up(slot, now)
-        return actions
-
-    def _gave_up(self, slot: Slot, now: float) -> list[Action]:
-        """The same model on two devices: the model. Several models on one device: the device."""
-        text = f"{slot.name}: {slot.failed}"
-        actions: list[Action] = [Tell(kind="gave-up", text=text, level="error")]
-        record = self.models[slot.model]
-        record.deaths[slot.device] = now
-        window = self.config.supervision.backoff.window
-        fresh = [d for d, at in record.deaths.items() if now - at <= window]
-        if len(fresh) >= 2 and slot.last_cause in COUNTED and not record.failed:
-            record.failed = f"it failed on {' and '.join(sorted(fresh))}: {slot.failed}"
-            for other in self.slots_of(slot.model):
-                if not other.failed and other.worker is None:
-                    other.failed = record.failed
-            actions.append(Tell(kind="model-failed", text=record.failed, level="error"))
-        here: dict[str, str] = defaultdict(str)
-        for other in self.slots.values():
-            if other.device == slot.device and other.failed and other.last_cause in COUNTED:
-                here[other.model] = other.failed
-        # Whoever serves there shows that the device is well; a CPU always is.
-        well = self.devices[slot.device].place.kind == "cpu" or any(
-            other.device == slot.device and other.is_ready() for other in self.slots.values()
-        )
-        if len(here) >= 2 and not well and not record.failed:
-            why = f"{len(here)} models failed on {slot.device}: {', '.join(sorted(here))}"
-            for other in self.slots.values():
-                if other.device == slot.device:
-                    actions += other.stand(Standing.QUARANTINED, now, "gpusup", why)
-        return actions
-
-    def _device_faulted(self, event: ev.DeviceFaulted, now: float) -> list[Action]:
-        device = self.devices.get(event.device)
-        if device is None:
-            return []
-        actions: list[Action] = [
-            Tell(kind="device", text=f"{event.device}: {event.text}", level="warning")
-        ]
-        here = [slot for slot in self.slots.values() if slot.device == event.device]
-        match event.action:
-            case "none":
-                return actions
-            case "restart":
-                for slot in here:
-                    for life in slot.lives():
-                        actions += life.kill(now, Outcome(Cause.GPU, event.text), dump=True)
-            case "reset" | "node" | "retire":
-                device.fault = event.text
-                for slot in here:
-                    actions += slot.stand(Standing.QUARANTINED, now, "gpusup", event.text)
-                    for life in slot.lives():
-                        actions += life.kill(now, Outcome(Cause.GPU, event.text))
-            case "lost":
-                device.lost = event.text
-                for slot in here:
-                    if slot.standing is Standing.SCHEDULABLE:
-                        actions += slot.stand(Standing.LOST, now, "gpusup", event.text)
-                    for life in slot.lives():
-                        actions += life.kill(now, Outcome(Cause.GPU, event.text))
-            case "back":
-                device.lost = ""
-                for slot in here:
-                    if slot.standing is Standing.LOST:
-                        slot.retry_at = now
-                        actions += slot.uncordon(now)
+            actions += gave_up(self, slot, now)
         return actions
 
     def _tick(self, now: float) -> list[Action]:
@@ -413,7 +348,7 @@ class Fleet:
             failed_before = slot.failed
             actions += slot.tick(now)
             if slot.failed and not failed_before:
-                actions += self._gave_up(slot, now)
+                actions += gave_up(self, slot, now)
         for name, record in self.models.items():
             if not self.ready_workers(name):
                 record.last_used = now  # who waits for the load has not used it yet

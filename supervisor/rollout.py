@@ -8,18 +8,19 @@ serves). If the new one does not become ready, what was changed is changed back.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from gpusup.conf.schema import ModelConfig
 
+from . import undo
 from .actions import Action, Assignment, RunCheck
 from .backoff import Cause
 from .books import CONTEXT_BYTES
-from .change import Change, ChangeState
+from .change import Change
 from .life import Outcome, State
+from .stages import Stage
 from .swap_plan import Strategy, Way, way
 
 if TYPE_CHECKING:
@@ -28,21 +29,6 @@ if TYPE_CHECKING:
 
 #: For the proxies to connect to a new worker before the old one leaves.
 ACQUAINT_S: Final = 0.1
-
-
-class Stage(StrEnum):
-    CHECK = "check"
-    NEXT = "next"
-    PLAIN = "start"
-    SURGE = "surge"
-    RETIRE = "retire"
-    SPARE = "spare"
-    PREPARE = "prepare"
-    DRAIN = "drain"
-    LOAD = "load"
-    CANARY = "canary"
-    UNDO = "undo"
-    UNDO_WAIT = "undo-wait"
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +47,7 @@ class Swap(Change):
     stage: Stage = Stage.CHECK
     current: str = ""
     done: list[str] = field(default_factory=list)
-    undo: list[str] = field(default_factory=list)
+    to_undo: list[str] = field(default_factory=list)
     reason: str = ""
     aborted: bool = False
     _asked: bool = False
@@ -70,7 +56,7 @@ class Swap(Change):
     _gap_from: float = 0.0
     _spare: str = ""
     _waiting: bool = False
-    _before: dict[str, Assignment | None] = field(default_factory=dict)
+    before: dict[str, Assignment | None] = field(default_factory=dict)
 
     # -- driving ----------------------------------------------------------------------------------
 
@@ -107,9 +93,9 @@ class Swap(Change):
             case Stage.CANARY:
                 return self._on_canary(now)
             case Stage.UNDO:
-                return self._on_undo(now)
+                return undo.on_undo(self, now)
             case Stage.UNDO_WAIT:
-                return self._on_undo_wait(now)
+                return undo.on_undo_wait(self, now)
 
     def _show(self) -> None:
         """What a progress bar needs."""
@@ -135,7 +121,7 @@ class Swap(Change):
         if self.stage in (Stage.DRAIN, Stage.LOAD, Stage.RETIRE):
             self.reason = "aborted"  # taken back as soon as this slot is through
             return ""
-        self._give_back(now, "aborted")
+        undo.give_back(self, now, "aborted")
         return ""
 
     def promote(self, now: float) -> str:
@@ -156,13 +142,13 @@ class Swap(Change):
         if self.stage is not Stage.CANARY:
             return f"change {self.id} is no canary that waits"
         self.state = "running"
-        self._give_back(now, why)
+        undo.give_back(self, now, why)
         return ""
 
     # -- the stages -------------------------------------------------------------------------------
 
     def _on_check(self, now: float) -> list[Action]:
-        self._before = {slot.name: slot.wanted for slot in self.fleet.slots_of(self.model)}
+        self.before = {slot.name: slot.wanted for slot in self.fleet.slots_of(self.model)}
         if not self.check:
             self.stage = Stage.NEXT
             return []
@@ -234,7 +220,7 @@ class Swap(Change):
             )
         actions = self.note(now, f"{slot.name}: {found.how} ({found.why})")
         if found.how == "refused":  # since the check somebody has taken the room
-            return actions + self._give_back(now, found.why)
+            return actions + undo.give_back(self, now, found.why)
         slot.reserved_by = self.id
         if found.how == "surge":
             self.stage = Stage.SURGE
@@ -271,7 +257,7 @@ class Swap(Change):
         if slot.is_ready() and slot.worker and slot.worker.assignment is self.new:
             return self._slot_done(now)
         if slot.failed or slot.backoff.strikes:
-            return self._give_back(now, slot.failed or slot.last_exit)
+            return undo.give_back(self, now, slot.failed or slot.last_exit)
         if slot.standing != "schedulable" or slot.wanted is not self.new:
             self.current, self.stage = "", Stage.NEXT
             return self.note(now, f"{slot.name} is {slot.standing}: left alone")
@@ -280,7 +266,7 @@ class Swap(Change):
     def _on_surge(self, now: float) -> list[Action]:
         slot = self.fleet.slots[self.current]
         if slot.successor is None:
-            return self._give_back(now, self._why(slot))
+            return undo.give_back(self, now, undo.why(slot))
         if slot.successor.state is not State.READY:
             return []
         if self._keep_canary and not self.todo and not self.done:
@@ -299,7 +285,7 @@ class Swap(Change):
         slot = self.fleet.slots.get(self.current)
         if slot is None or slot.successor is not None:
             return []
-        return self._give_back(now, self._why(slot))
+        return undo.give_back(self, now, undo.why(slot))
 
     def _on_retire(self, now: float) -> list[Action]:
         slot = self.fleet.slots[self.current]
@@ -315,7 +301,7 @@ class Swap(Change):
     def _on_spare(self, now: float) -> list[Action]:
         slot, stands_in = self.fleet.slots[self.current], self.fleet.slots[self._spare]
         if stands_in.worker is None:
-            return self._give_back(now, stands_in.last_exit)
+            return undo.give_back(self, now, stands_in.last_exit)
         if not stands_in.is_ready():
             return []
         return self.note(now, f"{self._spare} serves meanwhile") + self._prepare(slot, now)
@@ -323,7 +309,7 @@ class Swap(Change):
     def _on_prepare(self, now: float) -> list[Action]:
         slot = self.fleet.slots[self.current]
         if slot.successor is None:
-            return self._give_back(now, self._why(slot))
+            return undo.give_back(self, now, undo.why(slot))
         if slot.successor.state is not State.HELD:
             return []
         self.stage = Stage.DRAIN
@@ -339,7 +325,7 @@ class Swap(Change):
             return []
         heir = slot.succeed()
         if heir is None:
-            return self._give_back(now, self._why(slot))
+            return undo.give_back(self, now, undo.why(slot))
         self.stage = Stage.LOAD
         return heir.go(now)
 
@@ -348,7 +334,7 @@ class Swap(Change):
         if slot.worker is None:
             slot.backoff.forgive()
             slot.failed = ""
-            return self._give_back(now, slot.last_exit)
+            return undo.give_back(self, now, slot.last_exit)
         if slot.worker.state is not State.READY:
             return []
         gap = now - self._gap_from
@@ -364,14 +350,14 @@ class Swap(Change):
         self.done.append(self.current)
         self.current, self.stage = "", Stage.NEXT
         if self.aborted:
-            return self._give_back(now, self.reason or "aborted")
+            return undo.give_back(self, now, self.reason or "aborted")
         return self.note(now, f"{slot.name}: serves version {self.new.version}")
 
     def _finish(self, now: float) -> list[Action]:
         fleet = self.fleet
         record = fleet.models[self.model]
         record.canary, record.canary_share = None, 0.0
-        actions = self._release_spare(now)
+        actions = self.release_spare(now)
         mine = [s for s in fleet.slots_of(self.model) if s.wanted is not None]
         rest = [s.name for s in mine if s.wanted not in (self.new, self.old)]
         rest += [s.name for s in mine if s.wanted is self.old and self.new is not self.old]
@@ -397,54 +383,10 @@ class Swap(Change):
         self.fleet.slots[self._spare] = slot
         return slot.start(now)
 
-    def _release_spare(self, now: float) -> list[Action]:
+    def release_spare(self, now: float) -> list[Action]:
         slot = self.fleet.slots.get(self._spare)
         self._spare = ""
         if slot is None:
             return []
         slot.wanted, slot.retiring = None, True
         return [action for life in slot.lives() for action in life.drain(now, "stood in")]
-
-    # -- taking it back ---------------------------------------------------------------------------
-
-    def _why(self, slot: Slot) -> str:
-        return slot.successor_outcome.text if slot.successor_outcome else slot.last_exit
-
-    def _give_back(self, now: float, why: str) -> list[Action]:
-        self.reason = why
-        self.undo = [*self.done, self.current] if self.current else list(self.done)
-        record = self.fleet.models[self.model]
-        record.canary, record.canary_share = None, 0.0
-        for slot in self.fleet.slots_of(self.model):
-            if slot.wanted is self.new:
-                slot.wanted = self._before.get(slot.name) or self.old
-        self.stage, self.current, self.state = Stage.UNDO, "", "running"
-        return self.note(now, f"new version is taken back: {why}")
-
-    def _on_undo(self, now: float) -> list[Action]:
-        if not self.undo:
-            state: ChangeState = "aborted" if self.aborted else "rolled-back"
-            return self._release_spare(now) + self.end(now, state, self.reason)
-        self.current = self.undo.pop()
-        self.stage = Stage.UNDO_WAIT
-        slot = self.fleet.slots[self.current]
-        slot.wanted = self._before.get(self.current) or self.old
-        actions: list[Action] = []
-        if slot.successor is not None:
-            actions += slot.successor.drain(now, "taken back")
-        if slot.worker is not None and slot.worker.assignment is self.new:
-            actions += slot.worker.drain(now, "taken back")
-        elif slot.worker is None:
-            actions += slot.reset(now)
-        slot.reserved_by = ""
-        return actions
-
-    def _on_undo_wait(self, now: float) -> list[Action]:
-        slot = self.fleet.slots[self.current]
-        if slot.failed:
-            text = f"{self.reason}; and the old version did not come back: {slot.failed}"
-            return self._release_spare(now) + self.end(now, "failed", text)
-        back = slot.is_ready() and slot.worker and slot.worker.assignment is not self.new
-        if (back and slot.successor is None) or slot.standing != "schedulable":
-            self.current, self.stage = "", Stage.UNDO
-        return []
