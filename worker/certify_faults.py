@@ -36,7 +36,7 @@ class Faults(Model):
         while do == 2.0:
             ctypes.CDLL(None).pause()  # in C, as a call of the driver that does not come back
         while do == 3.0:
-            torch.cuda._sleep(2**34)
+            torch.cuda._sleep(2**62)
             torch.cuda.synchronize(self.device)
         return batch
 
