@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_the_waits_between_crashes_grow(service: Service) -> None:
     events = service.control("GET", "/events")[1]["events"]
     slot = slot_of(service, "dies")["slot"]
     starts = [e["time"] for e in events if e.get("slot") == slot and e.get("before") == "spawned"]
-    waits = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    waits = [b - a for a, b in pairwise(starts)]
     figure("between starts: " + ", ".join(f"{w:.2f} s" for w in waits))
     assert len(waits) == 4
     assert [w >= least for w, least in zip(waits[1:], (0.1, 0.2, 0.4), strict=True)] == [True] * 3

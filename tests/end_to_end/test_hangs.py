@@ -27,6 +27,7 @@ request_timeout = "20s"
 [supervision]
 suspect_after = "300ms"
 beat_limit = "3s"
+canary_idle = "1s"
 
 [supervision.backoff]
 initial = "50ms"
@@ -47,6 +48,11 @@ budget = "15s"
 devices = ["cpu0"]
 settings = {{ seconds = 1.5 }}
 
+[models.canary]
+handler = "{HANDLERS}:Unhealthy"
+devices = ["cpu1"]
+settings = {{ file = "FOLDER/unhealthy" }}
+
 [models.queued]
 handler = "{HANDLERS}:Sleeper"
 devices = ["cpu0"]
@@ -58,7 +64,7 @@ settings = {{ seconds = 0.25 }}
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[Service]:
-    with running(folder, CONFIG) as service:
+    with running(folder, CONFIG.replace("FOLDER", str(folder))) as service:
         yield service
 
 
@@ -137,6 +143,18 @@ def test_a_stopped_idle_worker_is_suspect_then_replaced(service: Service) -> Non
     service.until(lambda: service.slot(slot)["generation"] > before["generation"], 20)
     assert "no beat" in service.slot(slot)["last_exit"]
     service.wait_ready()
+
+
+def test_an_idle_worker_whose_canary_fails_is_replaced(service: Service) -> None:
+    (slot,) = slots_of(service, "canary")
+    before = service.slot(slot)
+    marker = service.folder / "unhealthy"
+    marker.touch()
+    service.until(lambda: service.slot(slot)["generation"] > before["generation"], 20)
+    marker.unlink()
+    assert "not healthy" in service.slot(slot)["last_exit"]
+    service.wait_ready()
+    assert service.predict("canary", b"3").status == 200
 
 
 def test_a_worker_stopped_and_continued_comes_back_as_itself(service: Service) -> None:

@@ -53,6 +53,15 @@ def test_a_late_beat_makes_a_busy_worker_suspect_and_nothing_more() -> None:
     assert life.state == State.READY.value
 
 
+def test_a_worker_inside_the_driver_is_said_to_be_there() -> None:
+    life = ready()
+    event = seen(20, beat_age=4, batch_age=5)
+    stuck = ev.ProgressSeen(**AT, progress=event.progress, process_state="D")  # type: ignore[arg-type]
+    life.handle(stuck, 20)
+    assert life.state is State.SUSPECT
+    assert "inside the driver" in life.why_suspect
+
+
 def test_a_hang_is_found_although_the_beat_is_fine() -> None:
     life = ready()
     assert names(life.handle(seen(20, batch_age=11.5), 20)) == ["USR2"]
