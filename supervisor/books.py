@@ -59,8 +59,17 @@ class Books:
         learned = self.learned.get(key)
         if learned and self._measured_as.get(key, assignment.config) == assignment.config:
             return learned
-        rest = assignment.config.static or self._size_of(assignment, kind)
-        return rest, assignment.config.peak
+        guess = assignment.config.static or self._size_of(assignment, kind)
+        if assignment.config.static:
+            return guess, assignment.config.peak
+        # Another version of the same model says more than its file does.
+        akin = [
+            sizes
+            for (model, _, where), sizes in self.learned.items()
+            if (model, where) == (assignment.model, kind)
+        ]
+        rest = max([guess, *(rest for rest, _ in akin)])
+        return rest, max([assignment.config.peak, *(peak for _, peak in akin)])
 
     def learn(self, life: Life) -> None:
         """A worker is ready: it has measured itself."""
@@ -88,6 +97,11 @@ class Books:
     def room(self, device: str) -> int | None:
         """Bytes that could still be promised there. None: can't be told."""
         return self.ledger.free(device) if self.devices[device].known else None
+
+    def has_room_for_context(self, device: str) -> bool:
+        """Whether a worker that only prepares may open the device already."""
+        room = self.room(device)
+        return self.devices[device].place.kind != "cuda" or room is None or room >= CONTEXT_BYTES
 
     def shortage(self, assignment: Assignment, device: str) -> str:
         """ "" if a worker may start there, else what is missing, with both numbers."""

@@ -322,6 +322,10 @@ class Fleet:
             # Without a driver nothing can live there: neither model nor slot are to blame.
             life.blame(Outcome(Cause.GPU, f"the GPU driver was gone: {self.driver_gone}"))
         actions = slot.handle(event, now)
+        if isinstance(event, ev.WorkerExited) and not self.stopping and slot.heir_may_start():
+            assert slot.wanted is not None
+            context = self.books.has_room_for_context(slot.device)
+            actions += slot.start_successor(slot.wanted, now, held=True, held_context=context)
         if isinstance(event, ev.WorkerBecameReady) and life is not None:
             self.books.learn(life)
             self.models[life.assignment.model].failed = ""

@@ -149,6 +149,33 @@ class Slot:
             self.name, self.device, self.generation, assignment, self.config, now, held=held
         )
 
+    def heir_may_start(self) -> bool:
+        """The worker died in good health and its memory is not back yet: the next one may already
+        prepare, away from the device's memory. It takes over when that is certain."""
+        life = self.worker
+        return (
+            life is not None
+            and life.state is State.RECLAIMING
+            and life.outcome is not None
+            and life.outcome.cause in (Cause.CRASH, Cause.HANG, Cause.FENCED)
+            and life.ready_at > 0
+            and self.backoff.strikes == 0
+            and self.successor is None
+            and not self.reserved_by
+            and self.takes_part()
+            and life.assignment is self.wanted
+        )
+
+    def _inherit(self, now: float, *, at_once: bool) -> list[Action]:
+        """The old worker is gone: what was prepared meanwhile takes its place, or is not wanted."""
+        heir = self.successor
+        if heir is None or self.reserved_by:
+            return []
+        if at_once and self.takes_part() and heir.assignment is self.wanted:
+            self.succeed()
+            return heir.go(now)
+        return heir.kill(now, Outcome(Cause.REQUESTED, "not needed"))
+
     def _launch(self, life: Life, *, held_context: bool) -> Launch:
         return Launch(
             slot=self.name,
@@ -195,14 +222,15 @@ class Slot:
             return []
         self.restarts += 1
         if outcome.cause is Cause.GPU:
-            return [Persist()]  # charged to the device, by whoever reported the fault
+            # Charged to the device, by whoever reported the fault.
+            return [Persist(), *self._inherit(now, at_once=False)]
         if life.ready_at:
             self.backoff.healthy_for(now - life.ready_at)
         delay, give_up = self.backoff.strike(outcome.cause, now)
         self.retry_at = now + delay
         if give_up:
             self.failed = f"{outcome.text} (given up: {give_up})"
-        return [Persist()]
+        return [Persist(), *self._inherit(now, at_once=not give_up and delay == 0)]
 
     def _remember(self, life: Life) -> None:
         if life.outcome is not None:

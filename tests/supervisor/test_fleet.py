@@ -266,3 +266,37 @@ def test_whatever_happens_no_slot_has_more_workers_than_it_may(seed: int) -> Non
     world.until(world.all_ready, 300)
     world.until(lambda: not any(c.is_active() for c in world.fleet.changes.values()), 300)
     assert len(set(world.serving("m"))) == 1
+
+
+def test_the_next_worker_prepares_while_the_dead_ones_memory_is_not_back() -> None:
+    world = up(box(1, memory_returns=False))
+    crash(world, "gpu0")
+    slot = world.fleet.slots["gpu0"]
+    world.until(lambda: slot.successor is not None and slot.successor.state is State.HELD, 10)
+    assert slot.state(world.now) == "reclaiming"
+    assert world.serving("m") == []
+    world.memory_returns = True
+    world.post(ev.MemoryReturned(slot="gpu0", generation=1))
+    up(world)
+    assert len(world.workers) == 2
+    assert slot.restarts == 1
+
+
+def test_what_was_prepared_is_dropped_when_the_slot_is_drained_meanwhile() -> None:
+    world = up(box(1, memory_returns=False))
+    crash(world, "gpu0")
+    world.run(1)
+    world.verb(verbs.drain, "gpu0", world.now, "me", None)
+    world.memory_returns = True
+    world.post(ev.MemoryReturned(slot="gpu0", generation=1))
+    world.run(5)
+    assert not world.alive("gpu0")
+    world.verb(verbs.uncordon, "gpu0", world.now)
+    up(world)
+
+
+def test_another_version_is_expected_to_take_what_this_one_does() -> None:
+    world = up(box(1, static=9 * GIB))
+    other = verbs.wished(world.fleet, "m", ReloadWish(version="2"))
+    world.fleet.books._size_of = lambda assignment, kind: 1
+    assert world.fleet.books.need(other, "gpu0")[0] >= 9 * GIB

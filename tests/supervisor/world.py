@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -63,6 +64,9 @@ class World:
     _pid: int = 1000
 
     def __post_init__(self) -> None:
+        self._inbox: deque[act.Action] = deque()
+        self._events: deque[ev.Event] = deque()
+        self._busy = False
         self.fleet = Fleet(
             self.config,
             self.devices,
@@ -77,11 +81,23 @@ class World:
     # -- driving ----------------------------------------------------------------------------------
 
     def do(self, actions: list[act.Action]) -> None:
-        for action in actions:
-            self._do(action)
+        """As in the runtime: what an action causes waits until all actions are done."""
+        self._inbox.extend(actions)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox or self._events:
+                if self._inbox:
+                    self._do(self._inbox.popleft())
+                else:
+                    self._inbox.extend(self.fleet.handle(self._events.popleft(), self.now))
+        finally:
+            self._busy = False
 
     def post(self, event: ev.Event) -> None:
-        self.do(self.fleet.handle(event, self.now))
+        self._events.append(event)
+        self.do([])
 
     def verb(self, verb: Callable[..., object], *args: object) -> object:
         result = verb(self.fleet, *args)
