@@ -7,8 +7,8 @@ import pytest
 from gpusup.conf.schema import ModelConfig
 from gpusup.supervisor import verbs
 from gpusup.supervisor.actions import Launch
-from gpusup.supervisor.fleet import Refused
 from gpusup.supervisor.change import Change
+from gpusup.supervisor.fleet import Refused
 from gpusup.supervisor.rollout import Swap
 from gpusup.supervisor.verbs import ReloadWish
 
