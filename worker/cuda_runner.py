@@ -236,15 +236,22 @@ class CudaRunner(Runner):
 def _copy_each(slab: Slab, name: str, items: Sequence[torch.Tensor]) -> None:
     """Each item from where it lies to its rows on the device."""
     singles = slab.row_views(name)
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     at = 0
     for item in items:
         count = item.shape[0]
         target = singles[at] if count == 1 else slab.device[name][at : at + count]
         if target.shape == item.shape:
-            target.copy_(item, non_blocking=True)
+            targets.append(target)
+            sources.append(item)
         else:
             place(target, item)
         at += count
+    if targets:
+        # One call for all: the interpreter's lock is let go once and not for each item, so that
+        # the thread that reads the sockets does not have to be waited for each time.
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _from_compiler(error: Exception) -> bool:
