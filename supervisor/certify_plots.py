@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from .certify_math import Sample, over_time, percentile
+from .certify_math import LOST, Sample, over_time, percentile
 from .certify_result import Mark, Result
 
 MISSING: Final = 'plots need matplotlib: pip install "gpusup[report]"'
@@ -162,7 +162,7 @@ def _latency(results: Sequence[Result], sla: tuple[float, float]) -> str:
                 times, [p[column] * 1000 for p in points], color=colour, lw=1.3,
                 label=label if result is results[0] else None,
             )  # fmt: skip
-        bad = [s for s in result.samples if s.status <= 0]
+        bad = [s for s in result.samples if s.status == LOST]
         refused = [s for s in result.samples if s.status > 0 and not s.good]
         floor = 0.5
         axes.plot([s.due - start for s in bad], [floor] * len(bad), "x", color=_RED, ms=5)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Final
 
 from .certify_bench import Bench
-from .certify_math import Sample, percentile, summary, variation
+from .certify_math import LOST, Sample, percentile, summary, variation
 from .certify_result import Result
 
 TITLE: Final = "Load: open arrivals, ramp to the knee, then the stated rate"
@@ -115,7 +115,8 @@ async def run(bench: Bench, result: Result) -> None:
         f"{found.good} of {found.requests} answered well"
         + (f"; {told(found.codes)}" if found.codes else ""),
     )
-    lost = sum(1 for s in result.samples if s.status == 0)
+    lost = sum(1 for s in result.samples if s.status == LOST)
+    result.figures["lost"] = lost
     result.check(
         "0 lost",
         lost == 0,

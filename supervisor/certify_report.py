@@ -175,6 +175,7 @@ def tiles(told: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             ("highest rate within the SLA", f"{load['highest_rate']:.0f}/s", told["sla"]),
             ("p50 · p99", f"{_ms(held['p50'])} · {_ms(held['p99'])}",
              f"at {load['stated_rate']:.0f}/s"),
+            ("requests lost", str(load["lost"]), f"of {load['requests']}, overload included"),
         ]  # fmt: skip
     if swap := figures.get("swap"):
         found.append(
