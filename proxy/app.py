@@ -16,11 +16,14 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Middleware
+from aiohttp.web_protocol import RequestHandler
 
 from gpusup.conf.log import event
 
 from .door import REFUSED, REQUEST_ID, Door
-from .errors import InvalidInput, MethodNotAllowed, NotFound, ProxyError
+from .errors import Internal, InvalidInput, MethodNotAllowed, NotFound, ProxyError
+from .express import Express
+from .flight import Shared
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -46,11 +49,6 @@ _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", 
 _QUOTING: Final = (400, 422)
 
 
-class Internal(ProxyError):
-    status = 500
-    code = "INTERNAL"
-
-
 class OtherStatus(ProxyError):
     """What aiohttp itself raises, in our form."""
 
@@ -70,6 +68,47 @@ class Guard:
         self._rng = rng
         self._counts = door.counts
         self._sampled = door.config.log.requests
+
+    def ended(
+        self,
+        request_id: str,
+        method: str,
+        path: str,
+        route: str,
+        status: int,
+        seconds: float,
+        length: int,
+        remote: str,
+        refused: ProxyError | None,
+    ) -> None:
+        """Count it; what was refused, and a sample of the rest, goes to the log."""
+        self._counts.observe(
+            "http_server_request_duration_seconds",
+            (route, method if method in _METHODS else "_OTHER", str(status)),
+            seconds,
+        )
+        if refused is not None and status in _OVERLOAD:
+            refused = None  # there may be very many; the metrics count them
+        if route not in _UNLOGGED and (
+            refused is not None
+            or self._sampled >= 1
+            or (self._sampled and self._rng.random() < self._sampled)
+        ):
+            why = {} if refused is None else {"code": refused.code}
+            if refused is not None and status not in _QUOTING:
+                why["error"] = str(refused)
+            event(
+                "request",
+                "info" if refused is None else "warning",
+                **why,
+                request_id=request_id,
+                method=method,
+                path=path,
+                status=status,
+                seconds=round(seconds, 6),
+                bytes=length,
+                remote=remote,
+            )
 
     async def __call__(self, handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
         assert isinstance(request, web.Request)
@@ -110,35 +149,19 @@ class Guard:
             match = request._match_info
             resource = match.route.resource if match is not None else None
             route = resource.canonical if resource is not None else "unmatched"
-            method = request.method
-            self._counts.observe(
-                "http_server_request_duration_seconds",
-                (route, method if method in _METHODS else "_OTHER", str(status)),
-                took,
-            )
             refused = request.get(REFUSED)
-            if refused is not None and status in _OVERLOAD:
-                refused = None  # there may be very many; the metrics count them
-            if route not in _UNLOGGED and (
-                refused is not None
-                or self._sampled >= 1
-                or (self._sampled and self._rng.random() < self._sampled)
-            ):
-                why = {} if refused is None else {"code": refused.code}
-                if refused is not None and status not in _QUOTING:
-                    why["error"] = str(refused)
-                event(
-                    "request",
-                    "info" if refused is None else "warning",
-                    **why,
-                    request_id=request_id,
-                    method=request.method,
-                    path=request.path,
-                    status=status,
-                    seconds=round(took, 6),
-                    bytes=request.content_length or 0,
-                    remote=request.remote or "",
-                )
+            logs = self._sampled or refused is not None
+            self.ended(
+                request_id,
+                request.method,
+                request.path,
+                route,
+                status,
+                took,
+                (request.content_length or 0) if logs else 0,
+                (request.remote or "") if logs else "",
+                refused,
+            )
 
 
 def make_app(door: Door) -> web.Application:
@@ -196,7 +219,7 @@ def _check(door: Door) -> Middleware:
 class Runner(web.AppRunner):
     """Its settings are those of the server section; `door.checks` must be complete by `setup`."""
 
-    __slots__ = ("_guard",)
+    __slots__ = ("_guard", "_shared")
 
     def __init__(self, app: web.Application, door: Door, rng: random.Random | None = None) -> None:
         server = door.config.server
@@ -218,6 +241,9 @@ class Runner(web.AppRunner):
             logger=parser_log,
         )
         self._guard = Guard(door, rng or random.Random())
+        #: Keys and origins are looked at in handlers, which the short way does without.
+        plain = not door.checks and not server.cors_origins
+        self._shared = Shared(door, self._guard.ended) if plain else None
         if door.checks:
             app.middlewares.insert(0, _check(door))
 
@@ -226,8 +252,16 @@ class Runner(web.AppRunner):
         server.request_handler = partial(self._guard, server.request_handler)
         return server
 
+    def connection(self) -> RequestHandler:
+        """The protocol for a new connection."""
+        server = self._server
+        assert server is not None
+        if self._shared is None:
+            return server()
+        return Express(server, self._shared, loop=server._loop, **server._kwargs)
 
-def make_runner(app: web.Application, door: Door) -> web.AppRunner:
+
+def make_runner(app: web.Application, door: Door) -> Runner:
     return Runner(app, door)
 
 
@@ -237,7 +271,7 @@ class Site(web.BaseSite):
 
     def __init__(
         self,
-        runner: web.AppRunner,
+        runner: Runner,
         sock: socket.socket,
         *,
         most: int,
@@ -245,6 +279,7 @@ class Site(web.BaseSite):
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(runner, ssl_context=ssl_context)
+        self._connection = runner.connection
         self._sock = sock
         self._most = most
         self._unread_ms = int(unread_s * 1000)
@@ -312,7 +347,7 @@ class Site(web.BaseSite):
             return
         with suppress(OSError, ssl.SSLError):  # gone already, or no TLS
             await asyncio.get_running_loop().connect_accepted_socket(
-                server,
+                self._connection,
                 sock,
                 ssl=self._ssl_context,
                 ssl_handshake_timeout=_HANDSHAKE_S if self._ssl_context else None,

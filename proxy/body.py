@@ -200,7 +200,7 @@ class BodyReader:
                     if count > self.limit:
                         raise self._too_large()
                     if elapsed > config.body_timeout and count < config.body_min_rate * elapsed:
-                        raise self._too_slow(count, elapsed)
+                        raise too_slow(config, count, elapsed)
                     if lease is None and count <= INLINE_BYTES:
                         early.append(chunk)
                     else:
@@ -219,7 +219,7 @@ class BodyReader:
                     stall.reschedule(loop.time() + config.body_timeout)
         except TimeoutError:
             self._give(lease)
-            raise self._too_slow(count, loop.time() - begun - waited) from None
+            raise too_slow(config, count, loop.time() - begun - waited) from None
         except (BadHttpMessage, web.RequestPayloadError) as error:
             self._give(lease)
             raise BrokenBody("broken request body") from error
@@ -253,8 +253,9 @@ class BodyReader:
     def _too_large(self) -> ProxyError:
         return BodyTooLarge(f"request body is over the limit of {self.limit} bytes")
 
-    def _too_slow(self, count: int, elapsed: float) -> ProxyError:
-        return BodyTimeout(
-            f"request body stalled: {count} bytes in {elapsed:.1f} s, at least "
-            f"{self._config.body_min_rate} bytes/s are wanted after {self._config.body_timeout:g} s"
-        )
+
+def too_slow(config: ServerConfig, count: int, elapsed: float) -> ProxyError:
+    return BodyTimeout(
+        f"request body stalled: {count} bytes in {elapsed:.1f} s, at least "
+        f"{config.body_min_rate} bytes/s are wanted after {config.body_timeout:g} s"
+    )

@@ -25,7 +25,7 @@ from .queue import rank
 from .refusals import refusal
 from .routes import bind_version
 from .suspects import REFUSED
-from .workers import STREAM_CREDIT, Entry
+from .workers import STREAM_CREDIT, Entry, Waits
 
 
 class Dispatcher(Lines):
@@ -33,7 +33,7 @@ class Dispatcher(Lines):
 
     # -- admission -----------------------------------------------------------------------------
 
-    def _admit(self, call: Call, *, stream: bool = False) -> Entry:
+    def _admit(self, call: Call, *, stream: bool = False, waits: Waits | None = None) -> Entry:
         """Queue it, or raise the reason why not. Nothing is held by it yet but a place in line."""
         served = self._served.get(call.model)
         if served is None or call.model not in self.models:
@@ -58,7 +58,9 @@ class Dispatcher(Lines):
         lane = self._lane(call.model, version)
         cost = self._cost(served, call) if call.cost is None else call.cost
         entry = Entry(call, version, call.rows, cost, rank(call.priority), now, call.deadline)
-        if stream:
+        if waits is not None:
+            entry.waits = waits
+        elif stream:
             entry.events = asyncio.Queue()
         else:
             entry.future = asyncio.get_running_loop().create_future()
@@ -157,6 +159,33 @@ class Dispatcher(Lines):
 
     # -- who waits -----------------------------------------------------------------------------
 
+    def begin(self, call: Call, waits: Waits) -> Entry:
+        """`infer` for callbacks: `waits` is told of the answer (see `ended`) or of the failure,
+        unless `left` is called before. Raises the ProxyError of an admission refused."""
+        try:
+            return self._admit(call, waits=waits)
+        except ProxyError as error:
+            self.count_failure(call, error, time.monotonic())
+            raise
+
+    def ended(self, entry: Entry, answer: wire.Answer) -> None:
+        """Count an answer; raises what it means if it is none of "ok"."""
+        call = entry.call
+        if answer.status != "ok":
+            error = refusal(answer, self._soon(call.model))
+            self.count_failure(call, error, entry.arrived)
+            raise error
+        now = time.monotonic()
+        began = entry.arrived
+        self._counts.done(
+            call.model,
+            call.served_version,
+            entry.rows,
+            entry.sent_at - began,
+            now - (call.received or began),
+            answer,
+        )
+
     async def infer(self, call: Call) -> Outcome:
         begun = time.monotonic()
         try:
@@ -165,12 +194,12 @@ class Dispatcher(Lines):
             try:
                 answer = await entry.future
             except asyncio.CancelledError:
-                self._left(entry)
+                self.left(entry)
                 raise
             if answer.status != "ok":
                 raise refusal(answer, self._soon(call.model))
         except ProxyError as error:
-            self._count_failure(call, error, begun)
+            self.count_failure(call, error, begun)
             raise
         now = time.monotonic()
         queue_s = entry.sent_at - begun
@@ -210,20 +239,20 @@ class Dispatcher(Lines):
                 if taken % (STREAM_CREDIT // 2) == 0:
                     self._workers.credit(entry, STREAM_CREDIT // 2)
         except ProxyError as error:
-            self._count_failure(call, error, begun)
+            self.count_failure(call, error, begun)
             raise
         finally:
             if entry is not None and not entry.over:
-                self._left(entry)
+                self.left(entry)
 
-    def _count_failure(self, call: Call, error: ProxyError, begun: float) -> None:
+    def count_failure(self, call: Call, error: ProxyError, begun: float) -> None:
         """An unknown model's name is the client's word and no label."""
         if call.model in self.models:
             version = call.served_version or call.version or self.models[call.model].version
             seconds = time.monotonic() - (call.received or begun)
             self._counts.failed(call.model, version, error.code, seconds)
 
-    def _left(self, entry: Entry) -> None:
+    def left(self, entry: Entry) -> None:
         """Its client is gone. What a worker has of it stays leased until that is through."""
         if entry.future is not None and entry.future.done() and not entry.future.cancelled():
             entry.future.exception()  # the answer came in the same moment

@@ -233,25 +233,29 @@ class Door:
         """The answer that says so, in the form of the surface that was asked."""
         request_id = request.get(REQUEST_ID) or self.name_request(request)
         request[REFUSED] = error
-        for prefix, say in self.error_bodies:
-            if request.path.startswith(prefix):
-                body = say(error, request_id)
-                break
-        else:
-            body = error.body(request_id)
+        body = self.error_body(request.path, error, request_id)
         headers = {"Content-Type": "application/json", **error.all_headers()}
         response = web.Response(status=error.status, body=body, headers=headers)
         if error.close:
             response.force_close()
         return response
 
+    def error_body(self, path: str, error: ProxyError, request_id: str) -> bytes:
+        """What the surface with that path says."""
+        for prefix, say in self.error_bodies:
+            if path.startswith(prefix):
+                return say(error, request_id)
+        return error.body(request_id)
+
     def name_request(self, request: web.Request) -> str:
         """The client's X-Request-Id if it is a sane one, else our own; kept with the request."""
-        named = request.headers.get("X-Request-Id")
+        request[REQUEST_ID] = named = self.id_of(request.headers.get("X-Request-Id"))
+        return named
+
+    def id_of(self, named: str | None) -> str:
         if named is None or _SANE_ID.fullmatch(named) is None:
             self._requests += 1
-            named = f"{self._prefix}{self._requests:x}"
-        request[REQUEST_ID] = named
+            return f"{self._prefix}{self._requests:x}"
         return named
 
     def notice(self, kind: str, fields: dict[str, Any]) -> None:

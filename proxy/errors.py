@@ -54,6 +54,10 @@ class ProxyError(Exception):
         return headers
 
 
+class Internal(ProxyError):
+    """Ours to mend: the log has where, the client only that."""
+
+
 # -- the request itself ---------------------------------------------------------------------------
 
 

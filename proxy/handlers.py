@@ -63,11 +63,9 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
             return await raw_text(door, request, model, version, body)
         try:
             if len(body) < THREAD_FROM:
-                parts, rows, lead = _decode(door, model, body, content_type)
+                parts, rows, lead = decode(door, model, body, content_type)
             else:
-                parts, rows, lead = await asyncio.to_thread(
-                    _decode, door, model, body, content_type
-                )
+                parts, rows, lead = await asyncio.to_thread(decode, door, model, body, content_type)
         except ShapeRefused as error:
             tell_shape(door, request, name, error)
             raise
@@ -88,7 +86,7 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
     finally:
         body.release()
     encode = partial(raw_codec.encode, outcome.answer.parts, wanted, lead=lead)
-    if sum(_to_convert(part) for part in outcome.answer.parts) < THREAD_FROM:
+    if sum(bytes_to_convert(part) for part in outcome.answer.parts) < THREAD_FROM:
         answer = encode()
     else:
         answer = await asyncio.to_thread(encode)
@@ -99,12 +97,12 @@ async def predict(door: Door, request: web.Request) -> web.StreamResponse:
     return await respond(door, request, told, answer.body)
 
 
-def _to_convert(part: Part) -> int:
+def bytes_to_convert(part: Part) -> int:
     """Bytes that have to be turned into another form; those of opaque parts go as they are."""
     return len(part.data) if part.datatype and isinstance(part.data, bytes) else 0
 
 
-def _decode(
+def decode(
     door: Door, model: ModelInfo, body: Body, content_type: str | None
 ) -> tuple[tuple[Part, ...], int, bool]:
     """Parts, rows, and whether a row was put in front."""

@@ -68,6 +68,11 @@ def media_type(header: str | None) -> str:
     return header.partition(";")[0].strip().lower() or OCTETS
 
 
+def is_read(kind: str) -> bool:
+    """Whether a body of that media type is read here; any other goes to the model as it is."""
+    return kind in (JSON, FORM) or kind.endswith("+json") or kind in (*_NPY_TYPES, *_REFUSED)
+
+
 def decode(
     body: bytes | memoryview,
     content_type: str | None,

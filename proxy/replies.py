@@ -28,7 +28,7 @@ JSON_HEADERS: Final = {"Content-Type": "application/json"}
 
 #: From here on work is done in a thread, so that the loop goes on serving the others.
 THREAD_FROM: Final = 2**20
-_DEFLATE_IN_THREAD: Final = 64 * 1024
+DEFLATE_IN_THREAD: Final = 64 * 1024
 _JOIN_UP_TO: Final = 256 * 1024
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -53,7 +53,7 @@ async def respond(
         headers["Vary"] = f"{vary}, Accept-Encoding" if vary else "Accept-Encoding"
         if coding:
             whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            if length < _DEFLATE_IN_THREAD:
+            if length < DEFLATE_IN_THREAD:
                 packed = compression.deflate(whole, coding)
             else:
                 packed = await asyncio.to_thread(compression.deflate, whole, coding)
@@ -74,15 +74,22 @@ async def respond(
 
 
 def tell_shape(door: Door, request: web.Request, model: str, error: ShapeRefused) -> None:
+    length = request.content_length or 0
+    tell_shape_of(door, request.remote or "", model, request[REQUEST_ID], length, error)
+
+
+def tell_shape_of(
+    door: Door, client: str, model: str, request_id: str, length: int, error: ShapeRefused
+) -> None:
     """A refused shape that would have exploded, with its features, to the supervisor's log."""
     door.counts.add("gpusup_refused_total", ("shape",))
     door.notice(
         "shape-refused",
         {
-            "client": request.remote or "",
+            "client": client,
             "model": model,
-            "request_id": request[REQUEST_ID],
-            "body_bytes": request.content_length or 0,
+            "request_id": request_id,
+            "body_bytes": length,
             **error.fields,
         },
     )

@@ -26,6 +26,14 @@ _RETRY_MOST_S = 1.0
 STREAM_CREDIT = 16
 
 
+class Waits(Protocol):
+    """Who waits for an entry's answer without a task of its own; told once, either way."""
+
+    def answered(self, answer: wire.Answer) -> None: ...
+
+    def failed(self, error: ProxyError) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One request between admission and answer. In the queue while `waiting`; at a worker while
@@ -39,6 +47,7 @@ class Entry:
     arrived: float
     deadline: float
     future: asyncio.Future[wire.Answer] | None = None
+    waits: Waits | None = None
     events: asyncio.Queue[wire.Answer | ProxyError] | None = None  # of a stream
     waiting: bool = False
     over: bool = False
@@ -51,13 +60,17 @@ class Entry:
     sent_at: float = 0.0
 
     def finish(self, answer: wire.Answer) -> None:
-        if self.events is not None:
+        if self.waits is not None:
+            self.waits.answered(answer)
+        elif self.events is not None:
             self.events.put_nowait(answer)
         elif self.future is not None and not self.future.done():
             self.future.set_result(answer)
 
     def fail(self, error: ProxyError) -> None:
-        if self.events is not None:
+        if self.waits is not None:
+            self.waits.failed(error)
+        elif self.events is not None:
             self.events.put_nowait(error)
         elif self.future is not None and not self.future.done():
             self.future.set_exception(error)
