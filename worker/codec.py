@@ -152,7 +152,17 @@ def _bytes_part(name: str, value: np.ndarray[Any, Any]) -> wire.Part:
 
 def request_of(item: wire.Item, data: Callable[[wire.Part], memoryview]) -> Request:
     """The request as the handler sees it. Raises InvalidInput on JSON that is none."""
-    request = Request(request_id=item.request_id, params=item.params, degrade=item.degrade)
+    request = Request(item.request_id, item.params, degrade=item.degrade)
+    parts = item.parts
+    if len(parts) == 1 and not parts[0].datatype:  # the usual one
+        (part,) = parts
+        content = part.data if isinstance(part.data, bytes) else data(part)
+        request.upload = upload = Upload(content, part.content_type, part.filename)
+        request.fields = {part.name: upload}
+        request.content_type = part.content_type
+        if is_json(part.content_type):
+            request.json = parse_json(upload.data)
+        return request
     fields: dict[str, Upload] = {}
     tensors: dict[str, Any] = {}
     body: Upload | None = None
@@ -160,7 +170,7 @@ def request_of(item: wire.Item, data: Callable[[wire.Part], memoryview]) -> Requ
         if part.datatype:
             tensors[part.name] = array_of(tensor_of(part, data(part)))
             continue
-        content = part.data if isinstance(part.data, bytes) else bytes(data(part))
+        content = part.data if isinstance(part.data, bytes) else data(part)
         upload = Upload(content, part.content_type, part.filename)
         fields[part.name] = upload
         if body is None or (part.filename and not body.filename):
@@ -168,7 +178,7 @@ def request_of(item: wire.Item, data: Callable[[wire.Part], memoryview]) -> Requ
     request.fields = fields
     request.tensors = tensors
     if body is not None:
-        request.body = body.data
+        request.upload = body
         request.content_type = body.content_type
         if is_json(body.content_type):
             request.json = parse_json(body.data)
@@ -176,6 +186,8 @@ def request_of(item: wire.Item, data: Callable[[wire.Part], memoryview]) -> Requ
 
 
 def is_json(content_type: str) -> bool:
+    if content_type == "application/json":
+        return True
     if not content_type:
         return False
     kind = content_type.partition(";")[0].strip().lower()

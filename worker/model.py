@@ -16,7 +16,8 @@ as tensors (Open Inference Protocol) skips `decode` and `encode` unless `tensors
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -41,33 +42,90 @@ class Tensor:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Upload:
-    """One opaque input: a raw body, or a field of a form."""
+    """One opaque input: a raw body, or a field of a form.
 
-    data: bytes
-    content_type: str = ""
-    filename: str = ""
+    Bulk lies in memory shared with the proxy. `data` copies it into `bytes` when first asked for;
+    `view` looks at it where it lies, and only until the request is answered.
+    """
+
+    __slots__ = ("_data", "content_type", "filename")
+
+    def __init__(
+        self, data: bytes | memoryview, content_type: str = "", filename: str = ""
+    ) -> None:
+        self._data = data
+        self.content_type = content_type
+        self.filename = filename
+
+    @property
+    def data(self) -> bytes:
+        data = self._data
+        if not isinstance(data, bytes):
+            data = self._data = bytes(data)
+        return data
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __repr__(self) -> str:
+        return f"Upload({len(self)} bytes, {self.content_type!r}, {self.filename!r})"
 
 
-@dataclass(slots=True)
+_NO_UPLOAD = Upload(b"")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Request:
     """One request as the handler sees it.
 
-    `body`: the bytes of a raw request (the first file of a form). `fields`: all parts by name.
-    `tensors`: arrays by name, if it came as tensors. `json`: the parsed object, if it came as JSON.
-    `true_sizes`: with `fit = "pad"`, the item's shape before it was padded to the bucket.
+    `body`: the bytes of a raw request (the first file of a form); `view`: the same without a copy
+    (see Upload). `fields`: all parts by name. `tensors`: arrays by name, if it came as tensors.
+    `json`: the parsed object, if it came as JSON. `true_size`: with `fit = "pad"`, the item's shape
+    before it was padded to the bucket.
     """
 
-    request_id: str = ""
-    params: Mapping[str, Any] = field(default_factory=dict)
-    body: bytes = b""
-    content_type: str = ""
-    fields: Mapping[str, Upload] = field(default_factory=dict)
-    tensors: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
-    json: Any = None
-    degrade: str = ""
-    true_size: tuple[int, ...] | None = None
+    __slots__ = (
+        "content_type", "degrade", "fields", "json", "params", "request_id", "tensors",
+        "true_size", "upload",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str = "",
+        params: Mapping[str, Any] = _NOTHING,
+        body: bytes | memoryview = b"",
+        content_type: str = "",
+        fields: Mapping[str, Upload] = _NOTHING,
+        tensors: Mapping[str, np.ndarray[Any, Any]] = _NOTHING,
+        json: Any = None,
+        degrade: str = "",
+        true_size: tuple[int, ...] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.upload = Upload(body, content_type) if body else _NO_UPLOAD
+        self.content_type = content_type
+        self.fields = fields
+        self.tensors = tensors
+        self.json = json
+        self.degrade = degrade
+        self.true_size = true_size
+
+    @property
+    def body(self) -> bytes:
+        return self.upload.data
+
+    @property
+    def view(self) -> memoryview:
+        return self.upload.view
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {len(self.upload)} bytes, {self.content_type!r})"
 
 
 @dataclass(frozen=True, slots=True)

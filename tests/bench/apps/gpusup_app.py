@@ -81,7 +81,7 @@ class Length(Model):
     capturable = False
 
     def decode(self, request: Request) -> torch.Tensor:
-        return torch.tensor((len(request.body),))
+        return torch.tensor((len(request.view),))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return batch
@@ -104,9 +104,9 @@ class Conv(Model):
         self.net = work.conv_net(int(self.settings["width"])).to(device)
 
     def decode(self, request: Request) -> torch.Tensor:
-        if len(request.body) != work.CONV_BYTES:
-            raise InvalidInput(f"body has {len(request.body)} bytes, {work.CONV_BYTES} wanted")
-        pixels = torch.frombuffer(request.body, dtype=torch.uint8)
+        if len(request.view) != work.CONV_BYTES:
+            raise InvalidInput(f"body has {len(request.view)} bytes, {work.CONV_BYTES} wanted")
+        pixels = torch.frombuffer(request.view, dtype=torch.uint8)
         return pixels.view(3, work.SIDE, work.SIDE)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
