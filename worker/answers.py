@@ -154,17 +154,21 @@ class _Batch:
         self.lock = threading.Lock()
         self.each = self.outputs.each_row()
         for some, first in shares:
-            crew.put(self.run, some, first)
+            crew.put(self.apart, some, first)
+
+    def apart(self, units: Sequence[Unit], at: int) -> None:
+        """`run` in a thread of the crew: the mode is a thread's own."""
+        with torch.inference_mode():
+            self.run(units, at)
 
     def run(self, units: Sequence[Unit], at: int) -> None:
         pairs: list[Pair] = []
         try:
-            with torch.inference_mode():
-                for unit in units:
-                    answer = self._answer(unit, at)
-                    at += unit.rows
-                    if answer is not None:
-                        pairs.append(answer)
+            for unit in units:
+                answer = self._answer(unit, at)
+                at += unit.rows
+                if answer is not None:
+                    pairs.append(answer)
         finally:
             self.owner._answer_all(pairs)
             self._done()

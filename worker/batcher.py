@@ -148,6 +148,8 @@ class Batcher:
 
     def met(self) -> list[Unit]:
         """Dead units that `take` came across; each is given out once."""
+        if not self._dead:
+            return []
         dead, self._dead = self._dead, []
         return dead
 
@@ -157,6 +159,8 @@ class Batcher:
 
     def next_window(self) -> float:
         """When the first line is ripe at a busy device; `math.inf` if nothing waits."""
+        if not self._lines:
+            return math.inf
         ends = (
             oldest.arrived + self.wait
             for line in self._lines.values()

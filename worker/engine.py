@@ -21,6 +21,8 @@ from .startup import Loaded, Startup
 
 #: Registering memory keeps the device's driver from launching anything for that time.
 ARENA_LATER_S: Final = 1.0
+#: How old the device's memory may be in what proxies are told; each answer carries it.
+_MEMORY_S: Final = 0.01
 
 
 class Engine:
@@ -34,6 +36,8 @@ class Engine:
         self._desk = Desk(self._bell.ring)
         self._running = Running(page)
         self._dropped: set[int] = set()
+        self._memory = wire.Memory()
+        self._memory_at = 0.0
 
     @property
     def on_relief(self) -> Callable[[], None] | None:
@@ -124,7 +128,11 @@ class Engine:
 
     def load_now(self) -> wire.Load:
         desk = self._desk
-        memory = self._device.memory()
+        now = time.monotonic()
+        if now - self._memory_at > _MEMORY_S:
+            self._memory = self._device.memory()
+            self._memory_at = now
+        memory = self._memory
         rows, running = desk.rows, self._running.rows
         try:
             oldest = self._loop.batcher.oldest()
@@ -136,7 +144,7 @@ class Engine:
             queued_rows=max(0, rows - running),
             running_rows=running,
             free_rows=max(0, desk.budget_rows - rows),
-            oldest_s=0.0 if math.isinf(oldest) else max(0.0, time.monotonic() - oldest),
+            oldest_s=0.0 if oldest == math.inf else max(0.0, now - oldest),
             allocated=max(0, memory.allocated - at_rest),
             reserved=memory.reserved,
         )

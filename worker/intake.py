@@ -22,6 +22,7 @@ from .settings import Settings
 
 #: So many shapes are made buckets because they come often.
 _MOST_PROMOTED: Final = 5
+_TENSOR: Final = torch.Tensor
 
 
 class Intake:
@@ -31,6 +32,8 @@ class Intake:
         self._declared = {tensor.name: tensor for tensor in settings.inputs}
         self._own_bucket = type(model).bucket_of is not Model.bucket_of
         self._decodes = type(model).decode is not Model.decode
+        #: (shape with rows, dtype, degrade) of a lone tensor -> rows, true size, key, fits.
+        self._quick: dict[tuple[Any, ...], tuple[int, tuple[int, ...], Key, bool]] = {}
         self._through = bool(model.tensors_through_decode)
         self._keys: dict[tuple[Any, ...], tuple[Key, bool]] = {}
         self._raw = None if self._decodes else _fixed(settings.inputs)
@@ -52,6 +55,7 @@ class Intake:
             return None
         self._promoted.add((shape, datatype))
         self._keys.clear()
+        self._quick.clear()
         return Key(((name, shape, datatype),), key.degrade, key.extra, True)
 
     def needs_decode(self, item: wire.Item) -> bool:
@@ -61,7 +65,7 @@ class Intake:
         if not self._decodes:
             return False
         # A request comes as tensors or not; a mixture is for `decode` to sort out.
-        return any([not part.datatype for part in item.parts])
+        return not all([part.datatype for part in item.parts])
 
     def prepare(self, entry: Entry) -> None:
         """Set `entry.bucket` (a Key) and `entry.tensor` (Placed); `entry.request` too if it goes
@@ -130,7 +134,7 @@ class Intake:
 
     def _decoded(self, value: Any) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
-            return {"": value[None]}
+            return {"": value.unsqueeze(0)}
         if isinstance(value, np.ndarray):
             return {"": torch.from_numpy(value)[None]}
         if isinstance(value, Mapping):
@@ -144,6 +148,17 @@ class Intake:
 
     def _place(self, entry: Entry, tensors: dict[str, Any], direct: bool) -> None:
         item = entry.item
+        quick: tuple[Any, ...] | None = None
+        if len(tensors) == 1 and not self._own_bucket and type(lone := tensors.get("")) is _TENSOR:
+            quick = (lone.shape, lone.dtype, item.degrade)
+            known = self._quick.get(quick)
+            if known is not None:
+                rows, shape, entry.bucket, fits = known
+                with self._sizes_lock:
+                    self._sizes[shape] = self._sizes.get(shape, 0) + 1
+                inside = direct and bool(self._registered) and self._in_arena(entry)
+                entry.tensor = Placed(tensors, rows, shape, fits, inside)
+                return
         rows = -1
         for name, tensor in tensors.items():
             if not tensor.ndim:
@@ -176,6 +191,10 @@ class Intake:
         if not fits and entry.request is not None:
             entry.request.true_size = shape
         entry.bucket = key
+        if quick is not None and cached[1]:
+            if len(self._quick) > 4096:
+                self._quick.clear()
+            self._quick[quick] = (max(rows, 0), shape, key, True)
         entry.tensor = Placed(
             tensors,
             max(rows, 0),

@@ -90,6 +90,7 @@ class Loop:
         self.intake = Intake(loaded.model, settings)
         self.containment = Containment(loaded.runner, loaded.device, limit_s=settings.budget / 2)
         self._crew = Crew(settings.decode_threads, "crew")
+        self._crew_size = self._crew.size
         self.texts = Texts(
             loaded.model,
             running,
@@ -138,12 +139,15 @@ class Loop:
     def _turn(self) -> None:
         while self.chores:
             self.chores.popleft()()
-        while self._desk.inbox:
-            self._admit(self._desk.inbox.popleft())
+        inbox = self._desk.inbox
+        if inbox:
+            began = time.monotonic()
+            while inbox:
+                began = self._admit(inbox.popleft(), began)
         while self._decoded:
             entry, failure = self._decoded.popleft()
             self._coming -= 1
-            self._enqueue(entry, failure)
+            self._enqueue(entry, failure, time.monotonic())
         now = time.monotonic()
         if self._desk.cancels or now >= self.batcher.next_deadline():
             self._desk.cancels = False
@@ -238,21 +242,26 @@ class Loop:
 
     # -- in -------------------------------------------------------------------------------------
 
-    def _admit(self, entry: Entry) -> None:
+    def _admit(self, entry: Entry, now: float) -> float:
+        """Returns the time by then: that of each step is the beginning of the next."""
         if entry.item.method != "predict":
             self.texts.take(entry)
-            return
-        if self._dead(entry, time.monotonic()):
-            return
-        if self._crew.size and self.intake.needs_decode(entry.item):
+        elif self._dead(entry, now):
+            pass
+        elif self._crew_size and self.intake.needs_decode(entry.item):
             self._coming += 1
             self._crew.put(self._decode, entry)
         else:
-            self._enqueue(entry, self._prepare(entry))
+            failure = self._prepare(entry)
+            began, now = now, time.monotonic()
+            entry.decode_s = now - began
+            self._enqueue(entry, failure, now)
+        return now
 
     def _decode(self, entry: Entry) -> None:
         """In the crew. Whatever happens, the loop hears of it: it counts what is coming."""
         failure: Failure | None = Failure("failed", "not decoded")
+        began = time.monotonic()
         try:
             if entry.cancelled:
                 failure = None  # found again, and buried, by `_enqueue`
@@ -260,11 +269,11 @@ class Loop:
                 with torch.inference_mode():
                     failure = self._prepare(entry)
         finally:
+            entry.decode_s = time.monotonic() - began
             self._decoded.append((entry, failure))
             self._bell.ring()
 
     def _prepare(self, entry: Entry) -> Failure | None:
-        began = time.monotonic()
         try:
             self.intake.prepare(entry)
         except TooLarge as error:
@@ -274,12 +283,9 @@ class Loop:
                 return Failure("invalid", "the input is nested too deeply")
             failure = failure_of(error)
             return Failure("failed", failure.text) if failure.kind == "rows" else failure
-        finally:
-            entry.decode_s = time.monotonic() - began
         return None
 
-    def _enqueue(self, entry: Entry, failure: Failure | None) -> None:
-        now = time.monotonic()
+    def _enqueue(self, entry: Entry, failure: Failure | None, now: float) -> None:
         if self._dead(entry, now):
             return
         if failure is not None:
@@ -321,8 +327,10 @@ class Loop:
 
     def _dead(self, entry: Entry, now: float) -> bool:
         """Answers an entry that must not start any more."""
-        if not entry.cancelled and not (entry.item.deadline and entry.item.deadline <= now):
-            return False
+        if not entry.cancelled:
+            deadline = entry.item.deadline
+            if not deadline or deadline > now:
+                return False
         self._bury_entry(entry)
         return True
 

@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 SIZE: Final = 64 * 1024
@@ -29,6 +30,11 @@ _COUNT = struct.Struct("<QQ")
 _RECORD_AT: Final = 64
 _TABLE_AT: Final = 256
 _ENTRY = struct.Struct("<IQ")
+
+
+@lru_cache(maxsize=256)
+def _entries(count: int) -> struct.Struct:
+    return struct.Struct("<" + "IQ" * count)
 
 
 class Progress(NamedTuple):
@@ -122,10 +128,9 @@ class Writer:
         count = min(len(executing), MAX_EXECUTING)
         self._table_seq += 2
         _COUNT.pack_into(self._page, _TABLE_AT, self._table_seq - 1, count)
-        at = _TABLE_AT + _COUNT.size
-        for connection, item in executing[:count]:
-            _ENTRY.pack_into(self._page, at, connection, item)
-            at += _ENTRY.size
+        if count:
+            flat = [number for pair in executing[:count] for number in pair]
+            _entries(count).pack_into(self._page, _TABLE_AT + _COUNT.size, *flat)
         _COUNT.pack_into(self._page, _TABLE_AT, self._table_seq, len(executing))
 
     def _write(self) -> None:

@@ -66,6 +66,8 @@ class Texts:
 
     def sweep(self) -> None:
         """Answer what waits for a thread in vain: cancelled, or expired."""
+        if not self._waiting:
+            return
         now = time.monotonic()
         with self._credit:
             dead = [entry for entry in self._waiting.values() if _over(entry, now)]
