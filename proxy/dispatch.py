@@ -122,13 +122,8 @@ class Dispatcher(Lines):
         if band == "normal":
             return None
         name = served.info.name
-        if band == "shed":
-            now = time.monotonic()
-            for step, limit in served.info.degrade:
-                if served.degraded.get(step, 0) < limit and self._choose(
-                    lane.degraded(step), entry, None, now
-                ):
-                    return step
+        if band == "shed" and (step := self._step_down(lane, entry)) is not None:
+            return step
         if band == "queue" or self._memory.eases(devices, entry.cost):
             most = self._config.watermark.queue_per_slot * len(lane.workers)
             if not self._is_full(lane, max(1, most // self._workers.proxies)):
@@ -138,6 +133,44 @@ class Dispatcher(Lines):
                 retry_after_s=served.soon(self._rng),
             )
         raise self._memory.shed(name, entry, sorted(devices), served.soon(self._rng))
+
+    def _step_down(self, lane: Lane, entry: Entry) -> str | None:
+        """The step of the degrade ladder that has room for it."""
+        now = time.monotonic()
+        served = lane.served
+        for step, limit in served.info.degrade:
+            if served.degraded.get(step, 0) < limit and self._choose(
+                lane.degraded(step), entry, None, now
+            ):
+                return step
+        return None
+
+    def _spill(self, lane: Lane, now: float) -> None:
+        """The device went into the shed band with these in line. While something computes, its end
+        may make room; when nothing does, waiting would change nothing."""
+        if not lane.workers or not all(worker.idle for worker in lane.workers):
+            return
+        devices = {worker.route.device for worker in lane.workers}
+        served = lane.served
+        for entry in list(lane.queue):
+            refusal: ProxyError | None = None
+            try:
+                if self._memory.best(devices, entry.cost) != "shed":
+                    continue
+                step = self._step_down(lane, entry)
+                if step is None:
+                    if self._memory.eases(devices, entry.cost):
+                        continue
+                    soon = served.soon(self._rng)
+                    refusal = self._memory.shed(served.info.name, entry, sorted(devices), soon)
+            except ProxyError as error:  # it could never fit there
+                step, refusal = None, error
+            self._unqueue(lane, entry)
+            if step is not None:
+                self._deadlines.remove(entry, entry.timer)
+                self._send_degraded(lane, entry, step, now)
+            elif refusal is not None:
+                self._fail(entry, refusal)
 
     def _send_degraded(self, lane: Lane, entry: Entry, step: str, now: float) -> None:
         """At once or not at all: what is short now would not become less so by waiting."""

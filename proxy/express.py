@@ -34,6 +34,9 @@ class _Nobody:
     def resume_reading(self, resume_parser: bool = True) -> None: ...
 
 
+_NOBODY: Final[Any] = _Nobody()
+
+
 class Express(RequestHandler):
     __slots__ = ("_clean", "_early", "_flight", "_limits", "_parked", "_shared", "_unrested")
 
@@ -107,7 +110,7 @@ class Express(RequestHandler):
         if not text.startswith(STARTS):
             return None
         parser = HttpRequestParser(
-            _Nobody(),
+            _NOBODY,
             self._loop,
             2**16,
             max_line_size=self.max_line_size,

@@ -20,7 +20,7 @@ from .generate_routes import is_text, raw_text
 from .http_rules import header_priority, read_timeout, trace_params
 from .multipart import split
 from .replies import THREAD_FROM, respond, tell_shape
-from .v2_checks import ShapeRefused
+from .v2_checks import ShapeRefused, check_rows
 
 _encode = msgspec.json.Encoder().encode
 _JSON = {"Content-Type": "application/json"}
@@ -107,7 +107,7 @@ def decode(
 ) -> tuple[tuple[Part, ...], int, bool]:
     """Parts, rows, and whether a row was put in front."""
     server = door.config.server
-    if raw_codec.media_type(content_type) == raw_codec.MULTIPART:
+    if content_type is not None and raw_codec.media_type(content_type) == raw_codec.MULTIPART:
         assert content_type is not None
         fields = split(body, content_type)
         for field in fields:
@@ -131,6 +131,7 @@ def decode(
         depth=server.json_depth,
         pixels=server.pixels,
     )
+    check_rows(model, found.rows)
     return found.parts, found.rows, found.lead
 
 

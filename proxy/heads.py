@@ -8,9 +8,11 @@ handlers' to deal with.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+from aiohttp.http import HttpVersion11
+from aiohttp.http_parser import RawRequestMessage
 
 from . import raw_codec
 from .errors import InvalidInput
@@ -27,18 +29,6 @@ _PATH: Final = re.compile(r"/predictions/([A-Za-z0-9._-]+)(?:/([A-Za-z0-9._-]+))
 _LENGTH: Final = re.compile(r"[0-9]{1,15}")
 #: Headers with which a request is no plain one.
 _UNUSUAL: Final = ("Expect", "Transfer-Encoding", "Content-Encoding", "Upgrade")
-
-
-class Message(Protocol):
-    """What aiohttp's parser makes of a head."""
-
-    method: str
-    path: str
-    version: tuple[int, int]
-    headers: Mapping[str, str]
-    should_close: bool
-    upgrade: bool
-    chunked: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +50,11 @@ class Head:
     request_id: str | None  # as the client sent it
 
 
-def head_of(message: Message) -> Head | None:
+def head_of(message: RawRequestMessage) -> Head | None:
     """None: not for the short way."""
     headers = message.headers
     if (
-        tuple(message.version) != (1, 1)
+        message.version != HttpVersion11
         or message.should_close
         or message.upgrade
         or message.chunked

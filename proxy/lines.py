@@ -95,6 +95,9 @@ class Lines:
         for name in [name for name in self._served if name not in self.models]:
             if not self._served[name].waiting:
                 del self._served[name]
+        for worker in self._workers.all():
+            if worker.route.state == "suspect" and worker.in_flight:
+                self._workers.recall(worker, self._has_others)
         self.room()
 
     def on_devices(self, update: DeviceUpdate) -> None:
@@ -120,6 +123,11 @@ class Lines:
             lane = self._lanes[name, version] = Lane(self._served[name], version)
             lane.refresh(self._workers.all())
         return lane
+
+    def _has_others(self, entry: Entry) -> bool:
+        """Whether an open worker could take it instead of the one that has it."""
+        lane = self._lanes.get((entry.call.model, entry.version))
+        return lane is not None and bool(lane.workers)
 
     def _strand(self, lane: Lane) -> None:
         """Those who wait where no worker is: rebind, hold, or answer them."""
@@ -192,12 +200,17 @@ class Lines:
                 band = partial(self._memory.band, entry.cost)
             worker = self._choose(workers, entry, band, now)
             if worker is None:
+                if band is not None and not self._memory.calm:
+                    self._spill(lane, now)
                 return
             if not self._memory.take(worker, entry, lane.served.costs.batch):
                 return
             queue.take(entry)
             lane.served.waiting -= 1
             self._workers.send(worker, entry, now)
+
+    def _spill(self, lane: Lane, now: float) -> None:
+        """What was admitted in a better band, and would now wait for its deadline."""
 
     def _choose(
         self,

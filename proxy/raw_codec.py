@@ -11,6 +11,7 @@ from __future__ import annotations
 import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -61,6 +62,7 @@ class RawRequest:
     lead: bool = False
 
 
+@lru_cache(maxsize=256)
 def media_type(header: str | None) -> str:
     """Lower case, without parameters; octet-stream if there is none."""
     if not header:
@@ -84,6 +86,8 @@ def decode(
     pixels: int = 2**62,
 ) -> RawRequest:
     """Anything but multipart. Raises InvalidInput, InputTooLarge, UnsupportedMedia."""
+    if content_type == JSON and type(body) is bytes:  # the usual one
+        return _json(body, depth, pixels)
     kind = media_type(content_type)
     if kind == JSON or kind.endswith("+json"):
         return _json(bytes(body), depth, pixels)

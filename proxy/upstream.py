@@ -207,9 +207,9 @@ class Connection(asyncio.Protocol):
             self._items = []
             self._size = 0
 
-    def cancel(self, ids: list[int]) -> None:
+    def cancel(self, ids: list[int], *, recall: bool = False) -> None:
         self.flush()  # or it would overtake what it is about
-        self._send(wire.Cancel(ids))
+        self._send(wire.Cancel(ids, recall))
 
     def credit(self, item: int, count: int) -> None:
         self._send(wire.Credit(item, count))

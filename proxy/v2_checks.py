@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from gpusup.supervisor.wire import ModelInfo
 from gpusup.worker.wire import TensorSpec
 
 from .datatypes import DATATYPES, MAX_DIMENSIONS, SIZES, elements
@@ -22,6 +23,14 @@ PRIORITY_LIMIT: Final = 2**32 - 1
 
 _shape: Final = msgspec.json.Decoder(list[int])
 _object: Final = msgspec.json.Decoder(dict[str, Any])
+
+
+def check_rows(model: ModelInfo, rows: int) -> None:
+    """Raises InvalidInput for more than a batch takes: no worker would ever have room for it."""
+    if rows > model.max_rows and model.state == "ready":
+        raise InvalidInput(
+            f"the request has {rows} rows, model {model.name!r} takes at most {model.max_rows}"
+        )
 
 
 class ShapeRefused(InvalidInput):

@@ -21,7 +21,7 @@ from .gate import GRANT
 from .http_rules import header_priority, read_timeout, trace_params
 from .jsoncheck import load
 from .replies import THREAD_FROM, refusal_of, respond, say, tell_shape
-from .v2_checks import ShapeRefused
+from .v2_checks import ShapeRefused, check_rows
 
 _EXTENSIONS: Final = (
     "binary_tensor_data",
@@ -192,11 +192,7 @@ class V2:
         except ShapeRefused as error:
             tell_shape(door, request, model.name, error)
             raise
-        if asked.rows > model.max_rows and model.state == "ready":
-            raise InvalidInput(
-                f"the request has {asked.rows} rows, "
-                f"model {model.name!r} takes at most {model.max_rows}"
-            )
+        check_rows(model, asked.rows)
         return asked
 
     async def _nothing(

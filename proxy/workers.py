@@ -51,6 +51,7 @@ class Entry:
     events: asyncio.Queue[wire.Answer | ProxyError] | None = None  # of a stream
     waiting: bool = False
     over: bool = False
+    recalled: bool = False  # where it is, it is not to begin any more
     begun: bool = False  # a stream's first event is out: it can't be repeated
     degrade: str = ""
     held_until: float = 0.0  # waits without any worker until then; 0: there is one
@@ -250,6 +251,22 @@ class Workers:
         if worker is not None and worker.connection is not None:
             worker.connection.cancel([entry.id])
 
+    def recall(self, worker: Worker, has_others: Callable[[Entry], bool]) -> None:
+        """Ask back what has not begun at a worker that does not get on, if others can take it."""
+        connection = worker.connection
+        if connection is None:
+            return
+        executing = connection.progress.executing(connection.welcome.connection) or ()
+        ids = []
+        for entry in worker.in_flight.values():
+            if not (entry.recalled or entry.over or entry.begun or entry.degrade) and (
+                entry.id not in executing and entry.call.method == "predict" and has_others(entry)
+            ):
+                entry.recalled = True
+                ids.append(entry.id)
+        if ids:
+            connection.cancel(ids, recall=True)
+
     def credit(self, entry: Entry, count: int) -> None:
         worker = entry.worker
         if worker is not None and worker.connection is not None:
@@ -280,6 +297,9 @@ class Workers:
             self._settle(worker, entry)
             if answer.status == "busy" or answer.status == "draining":
                 refused.append((entry, answer.status))
+            elif entry.recalled and answer.status == "cancelled":
+                entry.recalled = False
+                refused.append((entry, "suspect"))
             else:
                 owner.answered(entry, worker, answer)
         worker.loaded(frame.load, self.proxies)

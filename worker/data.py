@@ -67,6 +67,8 @@ class Connection(Stream):
                 raise ValueError(f"{type(message).__name__} before DataHello")
             case wire.Work(items=items):
                 self._work(items)
+            case wire.Cancel(ids=ids, recall=True):
+                engine.recall(self.number, ids)
             case wire.Cancel(ids=ids):
                 engine.cancel(self.number, ids)
             case wire.Credit(id=item, count=more):

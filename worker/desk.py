@@ -9,8 +9,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from . import wire
+from .batcher import Unit
 from .entry import Entry
 
 _log = logging.getLogger(__name__)
@@ -79,6 +81,33 @@ class Desk:
                 if entry is not None:
                     entry.cancelled = True
             self.cancels = True
+
+    def recall(self, connection: int, ids: Sequence[int]) -> None:
+        """At once, from the caller's thread: the one that computes may be stuck."""
+        taken: list[Pair] = []
+        with self._lock:
+            for number in ids:
+                entry = self._live.get((connection, number))
+                if entry is not None and not entry.claimed and entry.item.method == "predict":
+                    entry.cancelled = True
+                    taken.append((entry, wire.Answer(number, "cancelled", started=False)))
+            self.cancels = True
+        if taken:
+            self.answer_all(taken)
+
+    def claim(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """(those whose entries begin now, those that were cancelled in the last moment)."""
+        ours: list[Unit] = []
+        dead: list[Unit] = []
+        with self._lock:
+            for unit in units:
+                entry: Any = unit.what
+                if entry.cancelled:
+                    dead.append(unit)
+                else:
+                    entry.claimed = True
+                    ours.append(unit)
+        return ours, dead
 
     def drop(self, connection: int) -> None:
         with self._lock:

@@ -83,6 +83,10 @@ class Engine:
         self._loop.texts.wake()
         self._bell.ring()
 
+    def recall(self, connection: int, ids: Sequence[int]) -> None:
+        self._desk.recall(connection, ids)
+        self._bell.ring()
+
     def credit(self, connection: int, item: int, count: int) -> None:
         entry = self._desk.find(connection, item)
         if entry is not None:

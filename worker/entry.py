@@ -24,6 +24,7 @@ class Entry:
     arena: memoryview | None = None
     arrived: float = 0.0
     cancelled: bool = False
+    claimed: bool = False  # it is in a batch, or has been; guarded by the desk
     request: Request | None = None
     tensor: Any = None  # decoded: a torch tensor, or a dict of them by name
     bucket: Any = None
@@ -86,6 +87,10 @@ class EngineLike(Protocol):
         ...
 
     def cancel(self, connection: int, ids: Sequence[int]) -> None: ...
+
+    def recall(self, connection: int, ids: Sequence[int]) -> None:
+        """Answer those that have not begun; they will not begin here any more."""
+        ...
 
     def credit(self, connection: int, item: int, count: int) -> None: ...
 

@@ -149,7 +149,8 @@ class Intake:
     def _place(self, entry: Entry, tensors: dict[str, Any], direct: bool) -> None:
         item = entry.item
         quick: tuple[Any, ...] | None = None
-        if len(tensors) == 1 and not self._own_bucket and type(lone := tensors.get("")) is _TENSOR:
+        lone: Any = tensors.get("")
+        if type(lone) is _TENSOR and not self._own_bucket and len(tensors) == 1:
             quick = (lone.shape, lone.dtype, item.degrade)
             known = self._quick.get(quick)
             if known is not None:

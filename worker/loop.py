@@ -350,6 +350,11 @@ class Loop:
     # -- compute --------------------------------------------------------------------------------
 
     def _launch(self, units: list[Unit], now: float) -> None:
+        units, dead = self._desk.claim(units)
+        if dead:
+            self._bury(dead)
+            if not units:
+                return
         key: Any = units[0].key
         if not key.pooled and self._runner.depth > 1:
             self._count(key)

@@ -78,9 +78,14 @@ class Work(Struct, frozen=True, tag="work", tag_field="t"):
 
 
 class Cancel(Struct, frozen=True, tag="cancel", tag_field="t"):
-    """The clients of these are gone. Each is still answered once (its blocks hang on that)."""
+    """The clients of these are gone. Each is still answered once (its blocks hang on that).
+
+    `recall`: their clients wait, but the worker is suspect: what has not begun is answered at
+    once, "cancelled", and goes elsewhere; what has begun goes on.
+    """
 
     ids: list[int]
+    recall: bool = False
 
 
 class Credit(Struct, frozen=True, tag="credit", tag_field="t"):

@@ -107,6 +107,9 @@ class FakeEngine:
     def cancel(self, connection: int, ids: Sequence[int]) -> None:
         self.calls.append(("cancel", list(ids)))
 
+    def recall(self, connection: int, ids: Sequence[int]) -> None:
+        self.calls.append(("recall", list(ids)))
+
     def credit(self, connection: int, item: int, count: int) -> None:
         self.calls.append(("credit", (item, count)))
 
