@@ -79,6 +79,7 @@ class FakeWorker:
         self.writer = progress.Writer(self.fd)
         self.items: list[wire.Item] = []  # not answered, in order
         self.cancelled: list[int] = []
+        self.recalled: list[int] = []
         self.credits: list[tuple[int, int]] = []
         self.frames = 0
         self.connections: set[_Connection] = set()
@@ -144,6 +145,8 @@ class FakeWorker:
                         answers.append(answer)
                 if answers:
                     connection.send(wire.Answers(answers, self.load()))
+            case wire.Cancel(ids=ids, recall=True):
+                self.recalled += ids
             case wire.Cancel(ids=ids):
                 self.cancelled += ids
             case wire.Credit(id=item, count=count):

@@ -406,6 +406,65 @@ async def test_a_shed_request_goes_down_the_ladder_within_its_limit(world: World
     world.clean()
 
 
+async def test_what_waits_when_its_device_sheds_steps_down_or_is_refused(world: World) -> None:
+    world.model(degrade=(("cpu_fallback", 1),))
+    gpu = await world.worker(rows=1, answer=None)
+    cpu = await world.worker(slot="cpu0", device="cpu", fallback=True, answer=None)
+    world.devices = [device(), device("cpu")]
+    await world.tell()
+    first = world.ask()
+    await flying(gpu, 1)
+    second, third = world.ask(), world.ask()
+    await until(lambda: world.door.dispatcher.queued() == {"m": 2})
+    world.devices = [device(watermark=0.95), device("cpu")]
+    await world.tell()
+    # What computes there may make room by its end, so they wait for that.
+    assert world.door.dispatcher.queued() == {"m": 2}
+    gpu.reply(gpu.items[0])
+    await first
+    await flying(cpu, 1)
+    assert cpu.items[0].degrade == "cpu_fallback"
+    with pytest.raises(ShedLoad):
+        await third
+    cpu.reply(cpu.items[0], degraded="cpu_fallback")
+    assert (await second).headers()["Gpusup-Degraded"] == "cpu_fallback"
+    assert not gpu.items
+    world.clean()
+
+
+async def test_what_has_not_begun_at_a_suspect_worker_goes_to_another(world: World) -> None:
+    first = await world.worker(slot="gpu0", answer=None)
+    await world.tell()
+    stuck, waits = world.ask(b"stuck"), world.ask(b"waits")
+    await flying(first, 2)
+    first.executing([first.items[0]])
+    second = await world.worker(slot="gpu1")
+    world.states["gpu0"] = "suspect"
+    await world.tell()
+    await until(lambda: first.recalled)
+    assert first.recalled == [first.items[1].id]
+    first.reply(first.items[1], status="cancelled", started=False)
+    assert (await waits).slot == "gpu1"
+    assert second.frames == 1
+    first.reply(first.items[0])
+    assert (await stuck).slot == "gpu0"
+    world.clean()
+
+
+async def test_nothing_is_asked_back_where_nobody_else_could_take_it(world: World) -> None:
+    worker = await world.worker(answer=None)
+    await world.tell()
+    asked = world.ask()
+    await flying(worker, 1)
+    worker.executing([])
+    world.states["gpu0"] = "suspect"
+    await world.tell()
+    worker.reply(worker.items[0])
+    await asked
+    assert not worker.recalled
+    world.clean()
+
+
 async def test_undegraded_requests_do_not_go_to_the_fallback_slot(world: World) -> None:
     gpu = await world.worker(rows=1, answer=None)
     cpu = await world.worker(slot="cpu0", device="cpu", fallback=True)

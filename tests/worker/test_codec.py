@@ -156,6 +156,19 @@ def test_the_body_is_the_first_file_of_a_form() -> None:
     assert made.params == {"k": 1}
 
 
+def test_bulk_is_looked_at_where_it_lies_until_bytes_are_asked_for() -> None:
+    shared = bytearray(b"0123456789")
+    part = wire.Part("body", wire.Block(2, 5), content_type="image/png")
+    made = request_of(wire.Item(1, (part,)), lambda _: memoryview(shared)[2:7])
+    assert len(made.view) == 5
+    shared[2:4] = b"ab"
+    assert bytes(made.view) == b"ab456"
+    assert made.body == b"ab456"
+    shared[2:4] = b"zz"
+    assert made.body is made.fields["body"].data
+    assert made.body == b"ab456"
+
+
 def test_json_is_parsed_and_tensors_are_arrays() -> None:
     made = request(wire.Part("body", b'{"a": 1}', content_type="application/json; charset=utf-8"))
     assert made.json == {"a": 1}

@@ -310,6 +310,27 @@ def test_beyond_the_row_budget_it_says_busy_and_calls_when_there_is_room(
     served.until(lambda: served.engine.load_now().free_rows == 4)
 
 
+def test_what_has_not_begun_can_be_asked_back_while_a_batch_is_stuck(
+    make: Make, model: Any
+) -> None:
+    served = make("Gate", max_rows=4).start()
+    gate = model().Gate
+    gate.gate.clear()
+    gate.entered.clear()
+    gate.rows.clear()
+    (stuck,) = served.offer([tensor([[1.0]])])
+    assert gate.entered.wait(engines.LIMIT_S)
+    (waits,) = served.offer([tensor([[2.0]])])
+    served.engine.recall(1, [stuck.item.id, waits.item.id])
+    back = served.wait(1)[waits.item.id]  # from the caller's thread: the other one is stuck
+    assert (back.status, back.started) == ("cancelled", False)
+    gate.gate.set()
+    assert served.wait(2)[stuck.item.id].status == "ok"
+    served.until(lambda: served.engine.load_now().queued_rows == 0)
+    assert gate.rows == [1]
+    assert len(served.answers) == 2
+
+
 def test_cancelled_and_expired_items_never_start(make: Make, model: Any) -> None:
     served = make("Gate", max_rows=4).start()
     gate = model().Gate
