@@ -10,6 +10,7 @@ is fed to aiohttp as it came: it may not notice what went by before.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, Final
 
 from aiohttp import web
@@ -164,7 +165,7 @@ class Express(RequestHandler):
     def _divert(self, sink: asyncio.BufferedProtocol) -> None:
         """What comes goes there, until `revert`."""
         transport = self.transport
-        if transport is not None:
+        if transport is not None and not transport.is_closing():
             # How it reads is settled when reading begins.
             transport.pause_reading()
             transport.set_protocol(sink)
@@ -172,7 +173,7 @@ class Express(RequestHandler):
 
     def revert(self) -> None:
         transport = self.transport
-        if transport is not None:
+        if transport is not None and not transport.is_closing():
             transport.pause_reading()
             transport.set_protocol(self)
             transport.resume_reading()
@@ -182,6 +183,9 @@ class Express(RequestHandler):
     def answer(self, head: bytes, body: bytes, *, close: bool, unread: int) -> None:
         """The one answer of the flight. `unread`: bytes of its body that were not received."""
         self._flight = None
+        self._request_in_progress = False
+        if self._handler_waiter is not None and not self._handler_waiter.done():
+            self._handler_waiter.set_result(None)
         transport = self.transport
         if transport is None:
             return
@@ -190,12 +194,9 @@ class Express(RequestHandler):
         else:
             transport.write(head)
             transport.write(body)
-        self._request_in_progress = False
         manager = self._manager
         if manager is not None:
             manager.requests_count += 1
-        if self._handler_waiter is not None and not self._handler_waiter.done():
-            self._handler_waiter.set_result(None)
         if close or self._close or self._force_close:
             self._close = True
             if unread:
@@ -233,6 +234,20 @@ class Express(RequestHandler):
             self._next_keepalive_close_time = at
             if self._keepalive_handle is None:
                 self._keepalive_handle = self._loop.call_at(at, self._process_keepalive)
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:  # noqa: ASYNC109 (aiohttp's)
+        """The flight may end within the time; aiohttp's task has nothing to wait for then."""
+        if self._flight is not None:
+            self._force_close = True  # after the answer
+            self._handler_waiter = self._loop.create_future()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._handler_waiter
+            self._handler_waiter = None
+            self._request_in_progress = False
+        if self._parked is not None:
+            self._parked.cancel()
+        await super().shutdown(timeout)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         flight, self._flight = self._flight, None

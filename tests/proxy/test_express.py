@@ -7,6 +7,7 @@ import io
 import shutil
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from gpusup.conf.schema import Config, LogConfig, ServerConfig
 from gpusup.proxy.app import Runner, Site, make_app, make_runner
@@ -257,6 +259,26 @@ async def test_what_is_in_flight_at_the_end_is_answered_with_close(world: World)
         world.clean()
 
 
+@pytest.mark.parametrize("body", [b"1", b"1" * 200_000])
+async def test_what_is_not_answered_does_not_keep_the_process(world: World, body: bytes) -> None:
+    async with box(world) as it:
+        worker = await world.worker(answer=None)
+        await world.tell()
+        reader, writer = await it.connect()
+        writer.write(post(body))
+        await until(lambda: worker.items)
+        assert it.runner.server is not None
+        began = time.monotonic()
+        await it.runner.server.shutdown(0.2)
+        assert time.monotonic() - began < 0.35
+        assert await reader.read() == b""
+        await until(lambda: worker.cancelled)
+        worker.reply(worker.items[0], status="cancelled")
+        await until(lambda: not world.door.dispatcher.flights())
+        writer.close()
+        world.clean()
+
+
 async def test_a_client_that_reads_nothing_gets_no_more_than_one_answer_queued(
     world: World,
 ) -> None:
@@ -314,3 +336,26 @@ async def test_more_rows_than_a_batch_takes_are_refused(world: World) -> None:
                 await writer.wait_closed()
         assert worker.frames == 2
         world.clean()
+
+
+def test_the_loop_that_the_service_runs_on_does_the_same(tmp_path: Path) -> None:
+    """Transports differ in when they read and in what they refuse."""
+
+    async def check() -> None:
+        world = World(tmp_path)
+        world.open(Config(server=ServerConfig(arena=2**20)))
+        async with box(world) as it:
+            await echoing(world)
+            reader, writer = await it.connect()
+            for size in (10, 300_000, 0, 65_537):
+                writer.write(post(b"x" * size))
+                assert (await answer(reader))[::2] == (200, b"x" * size)
+                assert it.live()._clean
+            writer.write(post(b"x" * 200_000)[:100_000])
+            assert (await answer(reader))[0] == 408
+            assert await reader.read() == b""
+            writer.close()
+            world.clean()
+        await world.close()
+
+    uvloop.run(check())
