@@ -16,7 +16,7 @@ from typing import Any, Final
 import aiohttp
 
 from gpusup.conf.load import load
-from gpusup.conf.schema import SupervisionConfig
+from gpusup.conf.schema import ModelConfig, SupervisionConfig
 
 from .certify_bench import Bench
 from .certify_math import Sample, summary
@@ -143,7 +143,13 @@ async def run(bench: Bench, result: Result) -> None:
     await _probe_lost(fault)
     await _gpu_lost(fault, back_s)
     bench.progress.step("faults: SIGSTOP of a worker", 0.7)
-    limit = supervision.beat_limit + supervision.term_limit + back_s
+    # Idle it is missed for want of beats; within a batch, by its budget.
+    budget = (
+        target.config.models[target.model].budget
+        if target.config
+        else ModelConfig(handler="").budget
+    )
+    limit = max(supervision.beat_limit, 1.2 * budget) + supervision.term_limit + back_s
     await fault.tried(
         "worker stopped (SIGSTOP)", lambda: _signalled(bench, signal.SIGSTOP, -1, limit), limit
     )
