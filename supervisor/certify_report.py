@@ -187,8 +187,14 @@ def tiles(told: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if (hang := faults.get("hang_s")) is not None:
             found.append(("hang to answer", _ms(hang), f"budget {faults['budget_s']:g} s"))
     if stability := figures.get("stability"):
-        minutes = stability["seconds"] / 60
-        lasted = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+        seconds = stability["seconds"]
+        lasted = (
+            f"{seconds:.0f} s"
+            if seconds < 120
+            else f"{seconds / 60:.0f} min"
+            if seconds < 7200
+            else f"{seconds / 3600:.0f} h"
+        )
         served = f"{stability['requests']} requests, {stability['restarts']} restarts"
         found.append(("steady for", lasted, served))
     if hostile := figures.get("hostile"):
