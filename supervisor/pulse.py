@@ -119,8 +119,13 @@ class Pulse:
                 continue
             budget = self.config.devices.memory.get(name, 0) if sample.kind == "cuda" else 0
             if sample.kind == "cuda":
-                # A dead worker whose memory is not back is still one of ours here.
-                here = [x for x in fleet.lives() if x.device == name and x.state is not State.GONE]
+                # A dead worker whose memory is not back is still one of ours here; one that has
+                # not said hello holds nothing yet, so a fresh box sees its devices idle.
+                here = [
+                    x
+                    for x in fleet.lives()
+                    if x.device == name and x.state not in (State.GONE, State.SPAWNED)
+                ]
                 self.baselines.note(sample, len(here))
             # What the driver itself takes is no part of a budget.
             baseline = 0 if budget else self.baselines.baseline(name) or 0

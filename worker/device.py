@@ -48,6 +48,10 @@ _STICKY: Final = re.compile(
     r"|cudaError(Assert|IllegalAddress|LaunchFailure|LaunchTimeout|ECCUncorrectable)",
     re.IGNORECASE,
 )
+_CAPTURING: Final = re.compile(
+    r"stream is capturing|during capture|cudaErrorStreamCapture|cudaErrorCapturedEvent",
+    re.IGNORECASE,
+)
 _NO_MEMORY: Final = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|CUDNN_STATUS_ALLOC_FAILED"
     r"|CUBLAS_STATUS_ALLOC_FAILED|not enough memory",
@@ -69,6 +73,8 @@ def is_sticky(error: BaseException) -> bool:
     if is_oom(error) or not isinstance(error, RuntimeError):
         return False
     text = str(error)
+    if _CAPTURING.search(text):
+        return False  # the capture of a graph failed, nothing else
     # torch's own classes and "CUDA error: ..."; a model's RuntimeError that only quotes such
     # words must not cost it its worker.
     from_cuda = type(error).__name__ == "AcceleratorError" or "cuda" in text.lower()

@@ -42,6 +42,9 @@ _OFTEN: Final = 32
 _LONGEST_S: Final = 1.0
 #: A wait shorter than this is not worth a sleep.
 _SHORT_S: Final = 100e-6
+#: While a batch computes, this often it is looked at; longer steps where it should take long.
+_LOOK_S: Final = 100e-6
+_LONG_LOOK_S: Final = 500e-6
 #: So long without work is a gap in which a graph may be captured.
 _GAP_S: Final = 0.03
 #: Without gaps, one graph is captured this often.
@@ -116,6 +119,7 @@ class Loop:
         self._coming = 0
         self._seen: dict[Key, int] = {}
         self._flights: deque[_Launched] = deque()
+        self._wreck: list[_Launched] = []
         self._active = time.monotonic()
         self._captured = self._active
 
@@ -175,7 +179,9 @@ class Loop:
         something to do, but no longer."""
         pause = min(self._pace.next_due, self.batcher.next_window()) - now
         if pause > _SHORT_S and not self._flights[0].flight.done():
-            self._bell.wait(pause)
+            # In steps: how long it takes is a guess, and after a slow first batch a bad one.
+            step = max(_LOOK_S, min(pause / 8, _LONG_LOOK_S))
+            self._bell.wait(min(pause, step))
         else:
             self._land(self._flights.popleft())
 
@@ -401,6 +407,9 @@ class Loop:
         except Exception as error:
             failure = failure_of(error)
         if failure is not None:
+            if failure.kind == "sticky":
+                # To free page-locked memory now would end the process before its last answers.
+                self._wreck.append(launched)
             launched.flight.release()
             self._contain(
                 launched.key, launched.units, launched.rows, launched.work, launched.began, failure

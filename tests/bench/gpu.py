@@ -26,7 +26,7 @@ IMAGE = bytes(range(256)) * (3 * 224 * 224 // 256)
 NETS = {"resnet50": "ResNet50", "vit_b_16": "ViT"}
 CLIENTS = 256
 ROWS = 64
-FRONTS = 4
+FRONTS = 6
 
 
 def device_alone(net: str, quick: bool) -> dict[str, Any]:

@@ -86,3 +86,14 @@ def test_a_peak_is_seen_although_it_is_over() -> None:
         assert cpu.peak() - before > 2**26
     finally:
         cpu.release()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: operation not permitted when stream is capturing",
+        "CUDA error: operation failed due to a previous error during capture",
+    ],
+)
+def test_a_graph_that_could_not_be_captured_costs_nobody_the_worker(text: str) -> None:
+    assert not is_sticky(RuntimeError(text))
