@@ -138,8 +138,7 @@ def serve(
     except OSError as error:
         raise LoadProblem("error", f"cannot listen on {spec.data_path}: {error}") from error
     terminate.gently(engine)
-    control.tell(ready)  # before a drain that was asked for meanwhile is answered
-    control.attach(engine)
+    control.attach(engine, ready)
     engine.run()
     data.finish(LAST_WORDS_S)
     control.flush_for(LAST_WORDS_S)

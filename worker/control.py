@@ -50,10 +50,15 @@ class ControlLink(Stream):
     def wait_go(self) -> None:
         self._go.wait()
 
-    def attach(self, engine: EngineLike) -> None:
-        """From here on the engine answers; before, there was only the fact of being alive."""
+    def attach(self, engine: EngineLike, ready: wire.WorkerReady) -> None:
+        """From here on the engine answers; before, there was only the fact of being alive.
+
+        `ready` is said in the same moment: who hears it may ask at once, and a drain that was
+        asked for meanwhile is answered after it.
+        """
         with self._attaching:
             self._engine = engine
+            self.tell(ready)
             drain = self._drain_asked
         if drain:
             engine.drain(self._drained)

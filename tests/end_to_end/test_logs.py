@@ -123,6 +123,8 @@ def test_neither_body_nor_key_nor_setting_is_ever_in_it(service: Service) -> Non
 
 
 def test_what_was_to_be_expected_makes_no_traceback(service: Service) -> None:
+    # A handler's own mistake does show its traceback; what was before is not looked at.
+    before = len(log_file(service).read_text())
     for path, body in (
         ("/predictions/double", b"no number"),
         ("/predictions/none", b"1"),
@@ -132,7 +134,7 @@ def test_what_was_to_be_expected_makes_no_traceback(service: Service) -> None:
         assert ask(service, path, body) >= 400
     service.until(lambda: service.status()["state"] == "ready")
     assert service.ctl("reload-model", "none").returncode == 4
-    assert "Traceback" not in log_file(service).read_text() + service.log()
+    assert "Traceback" not in log_file(service).read_text()[before:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])

@@ -59,7 +59,9 @@ def test_before_there_is_an_engine_pings_are_answered_and_a_drain_is_kept(
     link.on_frame(wire.encode(wire.AskReport("memory_summary")))
     assert supervisor.receive().serial == 3
     assert isinstance(supervisor.receive(), wire.Report)
-    link.attach(FakeEngine(house.spec(), progress_writer, print))
+    engine = FakeEngine(house.spec(), progress_writer, print)
+    link.attach(engine, engine.load(print, lambda: None))
+    assert isinstance(supervisor.receive(), wire.WorkerReady)
     assert supervisor.receive() == wire.Drained()
     ours.close()
     theirs.close()
