@@ -146,8 +146,8 @@ def conv(setting: Setting) -> Result:
     result.figures["in_process_by_rows"] = {str(k): v for k, v in before.items()}
     result.goals = {"conv_vs_inprocess": (">=", 0.95)}
     result.notes = [
-        f"{clients} connections, batches of up to {rows} (best in process), worker alone on core 0, front "
-        "end and wrk on core 1",
+        f"{clients} connections, batches of up to {rows} (best in process), worker alone on "
+        "core 0, front end and wrk on core 1",
         *setting.best_settings(),
     ]
     return result

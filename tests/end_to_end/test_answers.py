@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,13 +155,17 @@ def test_a_deadly_input_that_may_be_repeated_kills_two_workers_and_no_third(
     assert sum(slot["generation"] - 1 for slot in slots) == 2
 
 
+def _more_than(service: Service, before: int) -> bool:
+    return times(service, "again", 77.0) > before
+
+
 def test_an_input_that_was_only_a_witness_is_not_refused(service: Service) -> None:
     """Workers are killed from outside again and again while they compute the same input."""
     for _ in range(3):
         service.wait_ready()
         before = times(service, "again", 77.0) if (service.folder / "again").exists() else 0
         asked = Asked(service, "again", 77.0)
-        service.until(lambda before=before: times(service, "again", 77.0) > before, 20)
+        service.until(partial(_more_than, service, before), 20)
         lines = (service.folder / "again").read_text().splitlines()
         os.kill(int(lines[-1].split()[0]), signal.SIGKILL)
         assert asked.answer().status == 200

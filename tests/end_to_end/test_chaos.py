@@ -235,7 +235,12 @@ class Script:
     def drain(self) -> None:
         slot = self._slot()
         self._ask("POST", f"/slots/{slot}/drain")
-        self._aside(lambda: (self.crowd._over.wait(0.5), self._uncordon(slot)))
+
+        def later() -> None:
+            self.crowd._over.wait(0.5)
+            self._uncordon(slot)
+
+        self._aside(later)
 
     def _uncordon(self, slot: str) -> None:
         self._ask("POST", f"/slots/{slot}/uncordon")

@@ -178,9 +178,13 @@ def test_a_stuck_probe_is_replaced_and_nothing_else_notices(service: Service) ->
     os.kill(pid_of(service, "gpusup: probe"), signal.SIGSTOP)
     began = time.monotonic()
     answers = []
-    service.until(
-        lambda: answers.append(time.monotonic()) or not device(service)["known"], 20
-    )  # fmt: skip
+
+    def unknown() -> bool:
+        known = device(service)["known"]
+        answers.append(time.monotonic())
+        return not known
+
+    service.until(unknown, 20)
     assert service.predict("double", b"2").status == 200
     service.until(lambda: device(service)["known"], 30)
     took = time.monotonic() - began
