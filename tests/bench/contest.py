@@ -36,9 +36,11 @@ class Setting:
     weights_bytes: int
     nice: int
     say: Callable[[str], None]
+    most_rounds: int = 99
+    nets: tuple[str, ...] = ()
 
     def rounds(self, usual: int) -> int:
-        return 1 if self.quick else usual
+        return 1 if self.quick else min(usual, self.most_rounds)
 
     def seconds(self, usual: float) -> float:
         return 1.0 if self.quick else usual

@@ -118,8 +118,8 @@ COLUMNS = ("server", "clients", "images/s", "p50 ms", "p99 ms", "errors")
 def images(setting: Setting) -> Result:
     """Throughput at 256 clients against the device at its best batch."""
     result = Result("gpu-images", COLUMNS)
-    for net in NETS:
-        alone = device_alone(net, setting.quick)["images_per_s"]
+    for net in setting.nets or NETS:
+        alone = device_alone(net, setting.quick or setting.most_rounds == 1)["images_per_s"]
         best = max(alone, key=alone.__getitem__)
         result.rows.append((f"device alone {net}", "-", f"{alone[best]:.0f}", "-", "-", "-"))
         result.figures[f"{net}_device_by_rows"] = alone
@@ -148,8 +148,8 @@ def images(setting: Setting) -> Result:
 def latency(setting: Setting) -> Result:
     """p50 of one client at a time."""
     result = Result("gpu-latency", COLUMNS)
-    for net in NETS:
-        alone = device_alone(net, setting.quick)["latency_ms"]
+    for net in setting.nets or NETS:
+        alone = device_alone(net, setting.quick or setting.most_rounds == 1)["latency_ms"]
         result.rows.append((f"device alone {net}", "-", "-", f"{alone['graph']:.2f}", "-", "-"))
         result.figures[f"{net}_graph_ms"] = alone["graph"]
         result.figures[f"{net}_eager_ms"] = alone["eager"]

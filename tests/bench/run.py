@@ -39,6 +39,8 @@ def main() -> int:
     parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="one short round: a smoke test")
+    parser.add_argument("--rounds", type=int, default=99, help="at most so many")
+    parser.add_argument("--nets", default="", help="gpu-*: resnet50,vit_b_16 (default: both)")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}; default {','.join(USUAL)}")
     parser.add_argument("--cache", default="~/.cache/gpusup-bench", help="for the peers' venvs")
     parser.add_argument("--wrk", default="", metavar="DIR", help="filled by carry_wrk.sh")
@@ -64,6 +66,8 @@ def main() -> int:
                 gpu=told.gpu or on_gpu,
                 nice=told.nice,
                 weights_bytes=(told.weights_mib or (5120 if told.gpu else 64)) << 20,
+                most_rounds=max(1, told.rounds),
+                nets=tuple(filter(None, told.nets.split(","))),
                 say=lambda text: print(text, file=sys.stderr, flush=True),
             )
             if not on_gpu and len(os.sched_getaffinity(0)) < 2:
