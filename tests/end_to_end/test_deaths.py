@@ -105,7 +105,8 @@ def slot_of(service: Service, model: str) -> dict[str, Any]:
 
 
 def pid_of(service: Service, title: str) -> int:
-    return next(p.pid for p in service.processes() if " ".join(p.cmdline()).startswith(title))
+    processes = service.processes()
+    return int(next(p.pid for p in processes if " ".join(p.cmdline()).startswith(title)))
 
 
 # -- proxies --------------------------------------------------------------------------------------

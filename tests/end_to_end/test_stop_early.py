@@ -75,7 +75,7 @@ def ends(service: Service, number: signal.Signals) -> None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
