@@ -45,6 +45,8 @@ _SHORT_S: Final = 100e-6
 #: While a batch computes, this often it is looked at; longer steps where it should take long.
 _LOOK_S: Final = 100e-6
 _LONG_LOOK_S: Final = 500e-6
+#: A batch that ends within this time is simply waited for, if nothing else is there to do.
+_SOON_S: Final = 2e-3
 #: So long without work is a gap in which a graph may be captured.
 _GAP_S: Final = 0.03
 #: Without gaps, one graph is captured this often.
@@ -177,8 +179,12 @@ class Loop:
     def _between(self, now: float) -> None:
         """One batch computes and no second one is ripe: gather more for as long as the device has
         something to do, but no longer."""
-        pause = min(self._pace.next_due, self.batcher.next_window()) - now
-        if pause > _SHORT_S and not self._flights[0].flight.done():
+        window = self.batcher.next_window()
+        pause = min(self._pace.next_due, window) - now
+        # With nothing to gather and the end near, its end is all there is to wait for: whoever
+        # comes meanwhile could not compute earlier either.
+        alone = pause < _SOON_S and window == math.inf and not self._desk.inbox
+        if pause > _SHORT_S and not alone and not self._flights[0].flight.done():
             # In steps: how long it takes is a guess, and after a slow first batch a bad one.
             step = max(_LOOK_S, min(pause / 8, _LONG_LOOK_S))
             self._bell.wait(min(pause, step))
