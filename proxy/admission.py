@@ -225,11 +225,16 @@ class Bands:
             return "queue"
         return "normal"
 
-    def eases(self, device: str, cost: int) -> bool:
-        """Whether it would be below the shed mark once what runs now is done: waiting helps."""
+    def eases(self, device: str, cost: int, *, settling: bool = False) -> bool:
+        """Whether it would be below the shed mark once what runs now is done: waiting helps.
+
+        `settling`: something ended so recently that the figures may still be of before.
+        """
         info = self.devices.get(device)
         if info is None or info.total <= 0:
             return False
+        if not (settling or self._ledger.leased(device) or any(info.leased.values())):
+            return False  # nothing runs: what is held there is not going to be given back by itself
         return info.watermark + (cost - info.dynamic) / info.total < self._config.shed
 
     def can_ever(self, device: str, cost: int) -> bool:

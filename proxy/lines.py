@@ -200,7 +200,7 @@ class Lines:
                 band = partial(self._memory.band, entry.cost)
             worker = self._choose(workers, entry, band, now)
             if worker is None:
-                if band is not None and not self._memory.calm:
+                if band is not None:
                     self._spill(lane, now)
                 return
             if not self._memory.take(worker, entry, lane.served.costs.batch):

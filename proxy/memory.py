@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 
 from gpusup.conf.schema import WatermarkConfig
@@ -14,6 +15,8 @@ from .workers import Entry, Worker
 
 #: Records of shedding asked of the supervisor, per device and second; all are counted.
 _SHEDS_TOLD = 20
+#: A worker's figures reach us a few times a second: so long they may be of before its last batch.
+_SETTLE_S = 1.0
 
 
 class Memory:
@@ -35,6 +38,7 @@ class Memory:
         self._ledger = Ledger()
         self._bands = Bands(config, self._ledger, name)
         self._told: dict[str, tuple[int, int]] = {}
+        self._given: dict[str, float] = {}  # device -> when a lease there last ended
         self.calm = True
 
     def on_devices(self, devices: Sequence[DeviceInfo]) -> None:
@@ -79,7 +83,11 @@ class Memory:
 
     def eases(self, devices: Collection[str], cost: int) -> bool:
         """Whether only our own work in flight is in the way on one of them."""
-        return any(self._bands.eases(device, cost) for device in devices)
+        now = time.monotonic()
+        return any(
+            self._bands.eases(d, cost, settling=now - self._given.get(d, -_SETTLE_S) < _SETTLE_S)
+            for d in devices
+        )
 
     def take(self, worker: Worker, entry: Entry, cap: int) -> bool:
         """Lease the entry's cost there; False if the device has not so much to promise."""
@@ -93,6 +101,7 @@ class Memory:
     def give(self, worker: Worker, entry: Entry) -> None:
         if entry.cost:
             self._ledger.give(worker.route.device, worker.key, entry.cost)
+            self._given[worker.route.device] = time.monotonic()
 
     def shed(self, model: str, entry: Entry, devices: Sequence[str], soon: int) -> ShedLoad:
         """The refusal, after it was counted and told."""

@@ -47,6 +47,9 @@ _LOOK_S: Final = 100e-6
 _LONG_LOOK_S: Final = 500e-6
 #: A batch that ends within this time is simply waited for, if nothing else is there to do.
 _SOON_S: Final = 2e-3
+#: A CPU slot that has been idle for so long gives back what its heap has kept, if it is much.
+_TIDY_S: Final = 0.1
+_KEPT_BYTES: Final = 32 * 2**20
 #: So long without work is a gap in which a graph may be captured.
 _GAP_S: Final = 0.03
 #: Without gaps, one graph is captured this often.
@@ -122,6 +125,7 @@ class Loop:
         self._seen: dict[Key, int] = {}
         self._flights: deque[_Launched] = deque()
         self._wreck: list[_Launched] = []
+        self._tidy_at = 0.0
         self._active = time.monotonic()
         self._captured = self._active
 
@@ -200,6 +204,8 @@ class Loop:
         if when_empty is not None and self._desk.empty():
             self.when_empty = None
             when_empty()
+        if self._tidy_at and now >= self._tidy_at:
+            self._tidy()
         canary_idle = self._spec.canary_idle or math.inf
         if now - self._active >= canary_idle:
             self._canary()
@@ -209,8 +215,16 @@ class Loop:
         wait = min(_LONGEST_S, max(0.0, until - time.monotonic()))
         if self._runner.pending():
             wait = min(wait, _GAP_S)
+        if self._tidy_at:
+            wait = min(wait, max(0.0, self._tidy_at - now))
         if wait:
             self._bell.wait(wait)
+
+    def _tidy(self) -> None:
+        """On a CPU slot what the heap keeps after a large batch counts as used: give it back."""
+        self._tidy_at = 0.0
+        if self._device.allocated() > self._device.static + _KEPT_BYTES:
+            self._device.trim()
 
     def _capture(self) -> None:
         """Graphs that are still wanted: one in each gap, and one now and then without a gap."""
@@ -423,6 +437,8 @@ class Loop:
             return
         assert outputs is not None
         took = self._ended(launched.work, launched.rows, launched.began)
+        if self._device.kind == "cpu":
+            self._tidy_at = self._active + _TIDY_S
         self._pace.landed(launched.key, launched.rows, took)
         for other in self._flights:
             self._running.again(other.work)  # it had to wait for this one

@@ -768,3 +768,32 @@ async def test_what_fits_as_soon_as_our_own_work_is_done_waits_instead_of_being_
     for task in calls:
         task.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_what_was_let_wait_is_shed_when_nothing_is_left_to_wait_for(world: World) -> None:
+    """The device is calm by itself; only this request would be too much, now and later."""
+    world.model(peaks={"4/fp32/1": 500})
+    worker = await world.worker(answer=None)
+    await world.tell()
+    part = wire.Part("x", b"\0" * 16, "FP32", (1, 4))
+    first = world.call()
+    first.parts = (part,)
+    running = asyncio.create_task(world.door.infer(first))
+    await flying(worker, 1)
+    second = world.call()
+    second.parts = (part,)
+    second.cost = 700
+    waiting = asyncio.create_task(world.door.infer(second))
+    await asyncio.sleep(0)
+    # Meanwhile somebody else has taken memory for good.
+    world.devices = [device(watermark=0.4, reclaimable=200)]
+    await world.tell()
+    worker.reply(worker.items[0])
+    await running
+    async with asyncio.timeout(10):
+        while not waiting.done():
+            await world.tell()
+            await asyncio.wait((waiting,), timeout=0.05)
+    with pytest.raises(ShedLoad):
+        await waiting
+    world.clean()
