@@ -69,6 +69,12 @@ def test_completions(client: Any) -> None:
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == "HI THERE"
 
 
+def test_streams_one_after_another_leave_nothing_behind(client: Any) -> None:
+    for _ in range(100):  # more than the worker has rows
+        pieces = client.completions.create(model="text", prompt="hi", stream=True)
+        assert "".join(p.choices[0].text for p in pieces if p.choices) == "HI"
+
+
 @pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}], ids=["default", "float"])
 def test_embeddings(client: Any, options: dict[str, Any]) -> None:
     found = client.embeddings.create(model="text", input=["a", "b"], **options)

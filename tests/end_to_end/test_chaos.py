@@ -118,19 +118,23 @@ class Crowd:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._client, args=(n, random.Random(f"{seed}.{n}")))
+            # No two seeds send the same input: one that was in two workers that died is refused.
+            threading.Thread(
+                target=self._client,
+                args=(n, random.Random(f"{seed}.{n}"), (seed % 50 * CLIENTS + n) * 600),
+            )
             for n in range(CLIENTS)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _client(self, number: int, rng: random.Random) -> None:
+    def _client(self, number: int, rng: random.Random, first: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self.service.port, timeout=40)
         fresh, count = True, 0
         while not self._over.is_set():
             model = rng.choices(("safe", "free", "held", "flood"), (7, 1, 1, 1))[0]
             count += 1
-            value = float(number * 1000 + count % 1000)
+            value = float(first + count % 600)
             seen = ask(connection, f"/predictions/{model}", value, {})
             with self._lock:
                 self.seen.append((model, fresh, seen))
@@ -325,7 +329,10 @@ def quiet(service: Service) -> bool:
 
 
 def settle(service: Service) -> None:
+    status: dict[str, Any] | None = None
+
     def settled() -> bool:
+        nonlocal status
         status = service.try_status()
         if not status or status["changes"]:
             return False
@@ -334,7 +341,11 @@ def settle(service: Service) -> None:
                 service.control("POST", f"/slots/{slot['slot']}/uncordon")
         return status["state"] == "ready" and proxies_serve(service) and quiet(service)
 
-    service.until(settled, 60)
+    try:
+        service.until(settled, 60)
+    except AssertionError:
+        leases = service.control("GET", "/leases")
+        pytest.fail(f"not at rest: {status}\n{leases}\n{service.log()}")
 
 
 def zombies(service: Service) -> list[int]:

@@ -157,8 +157,6 @@ async def front(
             import asyncio
 
             def later() -> None:
-                self.items.append(item)
-                (self._owner[item.id],) = self.connections
                 for index, word in enumerate(words):
                     text = (word if index == 0 else f" {word}").encode()
                     part = wire.Part("text", text, content_type="text/plain")
