@@ -40,6 +40,9 @@ drain_limit = "15s"
 cpu_memory = "16GiB"
 
 [supervision]
+hello_limit = "5s"      # a worker stopped while it starts or loads is found by these alone
+load_stall = "5s"
+warm_up_limit = "5s"
 suspect_after = "300ms"
 beat_limit = "1500ms"
 drain_limit = "5s"
