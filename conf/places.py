@@ -41,6 +41,11 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def host_port(host: str, port: int) -> str:
+    """The other way round, as people and URLs write it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether a name or address can only be reached from this machine. "" means all addresses."""
     if host == "localhost":

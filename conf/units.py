@@ -36,17 +36,20 @@ def _split(text: str) -> tuple[float, str] | None:
     return (number, found.group(2)) if math.isfinite(number) else None
 
 
+def _quantity(value: object, wanted: str) -> tuple[float, str]:
+    """Number and unit. Raises ValueError."""
+    if value == 0 and isinstance(value, int | float) and not isinstance(value, bool):
+        return 0.0, ""
+    parts = _split(value) if isinstance(value, str) else None
+    if parts is None:
+        raise ValueError(f"expected {wanted}, got {show(value)}")
+    return parts
+
+
 def parse_size(value: object) -> int:
     """Bytes. Raises ValueError with what was expected and what was found."""
     wanted = 'a size with its unit, such as "24GiB" or "500MB"'
-    if value == 0 and isinstance(value, int | float) and not isinstance(value, bool):
-        return 0
-    if not isinstance(value, str):
-        raise ValueError(f"expected {wanted}, got {show(value)}")
-    parts = _split(value)
-    if parts is None:
-        raise ValueError(f"expected {wanted}, got {show(value)}")
-    number, unit = parts
+    number, unit = _quantity(value, wanted)
     if number == 0:
         return 0
     if unit.upper() in {"K", "M", "G", "T"}:
@@ -67,14 +70,7 @@ def parse_size(value: object) -> int:
 def parse_time(value: object) -> float:
     """Seconds. Raises ValueError with what was expected and what was found."""
     wanted = 'a time with its unit, such as "250ms", "10s", "5m" or "2h"'
-    if value == 0 and isinstance(value, int | float) and not isinstance(value, bool):
-        return 0.0
-    if not isinstance(value, str):
-        raise ValueError(f"expected {wanted}, got {show(value)}")
-    parts = _split(value)
-    if parts is None:
-        raise ValueError(f"expected {wanted}, got {show(value)}")
-    number, unit = parts
+    number, unit = _quantity(value, wanted)
     if number == 0:
         return 0.0
     if unit not in TIMES:

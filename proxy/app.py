@@ -19,21 +19,18 @@ from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
 from gpusup.conf.log import event
+from gpusup.conf.places import host_port
 
 from .door import REFUSED, REQUEST_ID, Door
 from .errors import Internal, InvalidInput, MethodNotAllowed, NotFound, ProxyError
-from .express import Express
+from .express import LINGER_S, Express
 from .flight import Shared
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log: Final = logging.getLogger("gpusup.proxy.http")
 
-#: How long an answered connection is read on, so that its client sees the answer to a body
-#: that was not read.
-_LINGER_S: Final = 2.0
 _HANDSHAKE_S: Final = 10.0
-
 
 #: Balancers ask for these several times a second.
 _UNLOGGED: Final = frozenset(
@@ -63,9 +60,8 @@ class Guard:
     """Around the whole application: whatever happens inside becomes an answer, is counted, and has
     its id. A middleware would do the same for some microseconds more."""
 
-    def __init__(self, door: Door, rng: random.Random) -> None:
+    def __init__(self, door: Door) -> None:
         self._door = door
-        self._rng = rng
         self._counts = door.counts
         self._sampled = door.config.log.requests
 
@@ -92,7 +88,7 @@ class Guard:
         if route not in _UNLOGGED and (
             refused is not None
             or self._sampled >= 1
-            or (self._sampled and self._rng.random() < self._sampled)
+            or (self._sampled and random.random() < self._sampled)
         ):
             why = {} if refused is None else {"code": refused.code}
             if refused is not None and status not in _QUOTING:
@@ -210,7 +206,7 @@ class Quiet(logging.Filter):
 def _check(door: Door) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        door.check(request)
+        await door.check(request)
         return await handler(request)
 
     return check
@@ -221,7 +217,7 @@ class Runner(web.AppRunner):
 
     __slots__ = ("_guard", "_shared")
 
-    def __init__(self, app: web.Application, door: Door, rng: random.Random | None = None) -> None:
+    def __init__(self, app: web.Application, door: Door) -> None:
         server = door.config.server
         parser_log = logging.getLogger("gpusup.proxy.parser")
         if not parser_log.filters:
@@ -233,14 +229,14 @@ class Runner(web.AppRunner):
             auto_decompress=False,
             handler_cancellation=True,
             keepalive_timeout=server.idle_timeout,
-            lingering_time=_LINGER_S,
+            lingering_time=LINGER_S,
             max_line_size=server.header_limit,
             max_field_size=server.header_limit,
             max_headers=100,
             shutdown_timeout=server.drain_limit,
             logger=parser_log,
         )
-        self._guard = Guard(door, rng or random.Random())
+        self._guard = Guard(door)
         #: Keys and origins are looked at in handlers, which the short way does without.
         plain = not door.checks and not server.cors_origins
         self._shared = Shared(door, self._guard.ended) if plain else None
@@ -259,10 +255,6 @@ class Runner(web.AppRunner):
         if self._shared is None:
             return server()
         return Express(server, self._shared, loop=server._loop, **server._kwargs)
-
-
-def make_runner(app: web.Application, door: Door) -> Runner:
-    return Runner(app, door)
 
 
 class Site(web.BaseSite):
@@ -292,8 +284,7 @@ class Site(web.BaseSite):
         scheme = "https" if self._ssl_context else "http"
         if self._sock.family == socket.AF_UNIX:
             return f"{scheme}://unix:{self._sock.getsockname()}:"
-        host, port = self._sock.getsockname()[:2]
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return f"{scheme}://{host_port(*self._sock.getsockname()[:2])}"
 
     async def start(self) -> None:
         await super().start()

@@ -8,7 +8,6 @@ cut off; until the body is whole it holds no queue place and no device memory ei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 from aiohttp import StreamReader, hdrs, web
@@ -18,6 +17,7 @@ from gpusup.conf.schema import ServerConfig
 from gpusup.worker import wire
 
 from .arena import INLINE_BYTES, Arena, Lease
+from .compression import inflate
 from .errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -27,9 +27,6 @@ from .errors import (
     ProxyError,
     UnsupportedMedia,
 )
-
-#: Undoes a Content-Encoding: (data, coding, limit in bytes) -> bytes. Raises a ProxyError.
-Inflate = Callable[[bytes | memoryview, str, int], bytes]
 
 #: Fields of a body that lies in the arena go as blocks from this size on: frames stay small.
 _FIELD_BYTES: Final = 1024
@@ -90,14 +87,14 @@ class Body:
         filename: str = "",
     ) -> wire.Part:
         """A range of it as an input; without a copy if it is large."""
-        if length is None:
-            length = len(self.data) - start
-        data: bytes | wire.Block
-        if self._lease is not None and length > _FIELD_BYTES:
-            data = wire.Block(self._lease.offset + start, length)
-        else:
-            data = self.copy(start, length)
-        return wire.Part(name, data, datatype, shape, content_type, filename)
+        end = len(self.data) if length is None else start + length
+        return wire.Part(name, self.cut(start, end), datatype, shape, content_type, filename)
+
+    def cut(self, start: int, end: int) -> bytes | wire.Block:
+        """The bytes [start, end) in the form in which they travel to a worker."""
+        if self._lease is not None and end - start > _FIELD_BYTES:
+            return wire.Block(self._lease.offset + start, end - start)
+        return self.copy(start, end - start)
 
 
 class BodyReader:
@@ -105,7 +102,6 @@ class BodyReader:
         self._config = config
         self._arena = arena
         self.limit = min(config.body_limit, max(arena.total, INLINE_BYTES))
-        self.inflate: Inflate | None = None
 
     def check_head(self, request: web.Request) -> str:
         """What the head alone forbids. Returns the content coding, "" for none."""
@@ -126,10 +122,10 @@ class BodyReader:
         coding = coding.strip().lower()
         if coding in ("", "identity"):
             return ""
-        if self.inflate is None or coding not in ("gzip", "x-gzip", "deflate"):
+        if coding not in ("gzip", "x-gzip", "deflate"):
             raise UnsupportedMedia(
                 f"content coding {coding!r} is not supported",
-                headers={"Accept-Encoding": "gzip, deflate" if self.inflate else "identity"},
+                headers={"Accept-Encoding": "gzip, deflate"},
             )
         return coding
 
@@ -177,10 +173,9 @@ class BodyReader:
         return Body(view, self._arena, lease)
 
     async def _inflate(self, data: bytes | memoryview, coding: str) -> bytes:
-        assert self.inflate is not None
         if len(data) <= INLINE_BYTES:
-            return self.inflate(data, coding, self.limit)
-        return await asyncio.to_thread(self.inflate, data, coding, self.limit)
+            return inflate(data, coding, self.limit)
+        return await asyncio.to_thread(inflate, data, coding, self.limit)
 
     async def _receive(self, request: web.Request, content: StreamReader) -> Body:
         config = self._config

@@ -140,13 +140,14 @@ def _misfit(values: list[Any], datatype: str, name: str) -> InvalidInput:
         if not fits:
             limits = f" ({low} to {high})" if datatype in _RANGES else ""
             return InvalidInput(
-                f"value {index} of input {name!r} is {_say(value)}, "
+                f"value {index} of input {name!r} is {say(value)}, "
                 f"which does not fit into {datatype}{limits}"
             )
     return InvalidInput(f"data of input {name!r} does not fit into {datatype}")
 
 
-def _say(value: Any) -> str:
+def say(value: Any) -> str:
+    """A value for an error's text, cut short."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -159,7 +160,7 @@ def _flatten(data: Any, datatype: str, shape: Sequence[int], name: str) -> list[
     if not isinstance(data, list):
         if not shape and type(data) in kinds:
             return [data]
-        raise InvalidInput(f"data of input {name!r} is {_say(data)} and not a list")
+        raise InvalidInput(f"data of input {name!r} is {say(data)} and not a list")
     level: list[Any] = data
     if data and isinstance(data[0], list):
         if len(data) != (shape[0] if shape else 1):
@@ -174,7 +175,7 @@ def _flatten(data: Any, datatype: str, shape: Sequence[int], name: str) -> list[
     for index, value in enumerate(level):
         if type(value) not in kinds:
             raise InvalidInput(
-                f"value {index} of input {name!r} is {_say(value)}, {datatype} wants {what}"
+                f"value {index} of input {name!r} is {say(value)}, {datatype} wants {what}"
             )
     return level
 

@@ -56,7 +56,7 @@ class Dispatcher(Lines):
         point = zlib.crc32(call.session.encode()) / 2**32 if call.session else None
         version = bind_version(info, call.version, point, self._rng)
         lane = self._lane(call.model, version)
-        cost = self._cost(served, call) if call.cost is None else call.cost
+        cost = self._cost(served, call)
         entry = Entry(call, version, call.rows, cost, rank(call.priority), now, call.deadline)
         if waits is not None:
             entry.waits = waits
@@ -153,6 +153,8 @@ class Dispatcher(Lines):
         devices = {worker.route.device for worker in lane.workers}
         served = lane.served
         for entry in list(lane.queue):
+            if entry.degrade:
+                continue  # it has its place on the ladder, and is back in line for that
             refusal: ProxyError | None = None
             try:
                 if self._memory.best(devices, entry.cost) != "shed":
@@ -208,14 +210,17 @@ class Dispatcher(Lines):
             error = refusal(answer, self._soon(call.model))
             self.count_failure(call, error, entry.arrived)
             raise error
-        now = time.monotonic()
+        self._succeeded(entry, answer)
+
+    def _succeeded(self, entry: Entry, answer: wire.Answer) -> None:
+        call = entry.call
         began = entry.arrived
         self._counts.done(
             call.model,
             call.served_version,
             entry.rows,
             entry.sent_at - began,
-            now - (call.received or began),
+            time.monotonic() - (call.received or began),
             answer,
         )
 
@@ -234,17 +239,8 @@ class Dispatcher(Lines):
         except ProxyError as error:
             self.count_failure(call, error, begun)
             raise
-        now = time.monotonic()
-        queue_s = entry.sent_at - begun
-        self._counts.done(
-            call.model,
-            call.served_version,
-            entry.rows,
-            queue_s,
-            now - (call.received or begun),
-            answer,
-        )
-        return Outcome(answer, call.served_version, call.served_slot, queue_s, now - begun)
+        self._succeeded(entry, answer)
+        return Outcome(answer, call.served_version)
 
     async def stream(self, call: Call) -> AsyncGenerator[wire.Answer, None]:
         begun = time.monotonic()
@@ -260,11 +256,7 @@ class Dispatcher(Lines):
                 if event.status != "ok":
                     raise refusal(event, self._soon(call.model))
                 if not event.more:
-                    total_s = time.monotonic() - (call.received or begun)
-                    queue_s = entry.sent_at - begun
-                    self._counts.done(
-                        call.model, call.served_version, entry.rows, queue_s, total_s, event
-                    )
+                    self._succeeded(entry, event)
                 yield event
                 if not event.more:
                     return
@@ -296,7 +288,6 @@ class Dispatcher(Lines):
         if entry.waiting:
             when = "queued"
             self._unqueue(self._lanes[entry.call.model, entry.version], entry)
-            self._undegrade(entry)
         else:
             self._workers.cancel(entry)
         self._counts.add("gpusup_client_disconnects_total", (entry.call.model, when))

@@ -22,7 +22,7 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -76,10 +76,8 @@ class Call:
     request_id: str = ""
     session: str = ""  # the Gpusup-Session header; sticky canary choice
     leases: Sequence[Lease] = ()
-    cost: int | None = None  # device bytes, if the caller knows better than the measured peaks
     received: float = 0.0
     served_version: str = ""  # set when it is sent to a worker
-    served_slot: str = ""
 
     def input_hash(self, arena: memoryview) -> str:
         """Names the input across proxies and workers, as "LENGTH-ENDS-DIGEST". Reads all of it."""
@@ -120,13 +118,10 @@ class Call:
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """An answer with status "ok", who gave it, and how long its stages took (seconds)."""
+    """An answer with status "ok", and the version that gave it."""
 
     answer: wire.Answer
     version: str
-    slot: str
-    queue_s: float  # in this proxy
-    total_s: float  # from `infer` to the answer
 
     def headers(self) -> dict[str, str]:
         headers = {"Gpusup-Model-Version": self.version}
@@ -137,14 +132,12 @@ class Outcome:
 
 class Door:
     """`checks` run before each request's body is read, may look at its head, and raise a ProxyError
-    (API keys). `inflate` undoes a Content-Encoding: (data, coding, limit in bytes) -> bytes,
-    raising ProxyError; without it coded bodies are refused with 415."""
+    (API keys)."""
 
     def __init__(
         self,
         config: Config,
         *,
-        name: str,
         dispatcher: Dispatcher,
         link: Link,
         arena: Arena,
@@ -152,7 +145,6 @@ class Door:
         counts: Counts,
     ) -> None:
         self.config = config
-        self.name = name
         self.dispatcher = dispatcher
         self.link = link
         self.arena = arena
@@ -160,7 +152,7 @@ class Door:
         self.counts = counts
         self._prefix = f"{secrets.token_hex(6)}-"  # unique among proxies and their generations
         self._requests = 0
-        self.checks: list[Callable[[web.Request], None]] = []
+        self.checks: list[Callable[[web.Request], Awaitable[None]]] = []
         self.rereads: list[Callable[[], None]] = []  # on reload: API keys and the like
         #: (path prefix, body of an error): how surfaces other than the raw and v2 ones say it.
         self.error_bodies: list[tuple[str, Callable[[ProxyError, str], bytes]]] = []
@@ -175,6 +167,10 @@ class Door:
     @property
     def draining(self) -> bool:
         return self.stopping or self.snapshot.draining
+
+    @property
+    def ready(self) -> bool:
+        return self.snapshot.ready and not self.draining
 
     def model(self, name: str, version: str | None = None) -> ModelInfo:
         """Raises ModelNotFound (404). A known model may still have no worker: see its `state`."""
@@ -197,11 +193,17 @@ class Door:
             f"{len(models)} models are configured and server.default_model names none of them"
         )
 
-    def deadline(self, model: ModelInfo, timeout_s: float | None = None) -> float:
-        """The smaller of the model's limit and what the client asked for, from now on."""
+    def named(self, request: web.Request) -> str | None:
+        """The model that its path means, if it means one. Raises ModelNotFound."""
+        name: str | None = request.match_info.get("model")
+        return self.default_model() if name is None and request.path == "/infer" else name
+
+    def deadline(self, model: ModelInfo, *asked_s: float | None) -> float:
+        """The smallest of the model's limit and what the client asked for, from now on."""
         limit = model.request_timeout_s or self.config.server.request_timeout
-        if timeout_s is not None and 0 < timeout_s < limit:
-            limit = timeout_s
+        for seconds in asked_s:
+            if seconds is not None and 0 < seconds < limit:
+                limit = seconds
         return time.monotonic() + limit
 
     async def read(self, request: web.Request) -> Body:
@@ -212,30 +214,34 @@ class Door:
         """
         return await self.reader.read(request)
 
+    async def read_bytes(self, request: web.Request) -> bytes:
+        """The whole body, with nothing to release. Raises what `read` does."""
+        body = await self.read(request)
+        try:
+            return body.copy()
+        finally:
+            body.release()
+
     async def expect(self, request: web.Request) -> web.StreamResponse | None:
         """`expect_handler` of every route that reads a body: refuses before 100-continue."""
         try:
-            self.check(request)
-            name = request.match_info.get("model")
-            if name is not None:
+            await self.check(request)
+            if (name := self.named(request)) is not None:
                 self.model(name, request.match_info.get("version"))
-            elif request.path == "/infer":
-                self.model(self.default_model())
             return await self.reader.expect(request)
         except ProxyError as error:
             return self.refuse(request, error)
 
-    def check(self, request: web.Request) -> None:
+    async def check(self, request: web.Request) -> None:
         for check in self.checks:
-            check(request)
+            await check(request)
 
     def refuse(self, request: web.Request, error: ProxyError) -> web.Response:
         """The answer that says so, in the form of the surface that was asked."""
         request_id = request.get(REQUEST_ID) or self.name_request(request)
         request[REFUSED] = error
         body = self.error_body(request.path, error, request_id)
-        headers = {"Content-Type": "application/json", **error.all_headers()}
-        response = web.Response(status=error.status, body=body, headers=headers)
+        response = web.Response(status=error.status, body=body, headers=error.all_headers())
         if error.close:
             response.force_close()
         return response
@@ -319,6 +325,6 @@ class Door:
             call.leases = (*call.leases, *parked)
         return parked
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> Reply:
+    async def ask(self, method: str, path: str) -> Reply:
         """A call of the supervisor's control API. Raises SupervisorLost."""
-        return await self.link.ask(method, path, body)
+        return await self.link.ask(method, path)

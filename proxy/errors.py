@@ -46,7 +46,8 @@ class ProxyError(Exception):
         return _encode(told)
 
     def all_headers(self) -> dict[str, str]:
-        headers = dict(self.headers)
+        """What the answer that says so carries, its media type included."""
+        headers = {"Content-Type": "application/json", **self.headers}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
         if self.close:

@@ -22,7 +22,7 @@ from .heads import LONGEST, STARTS, Head, head_of
 
 _END: Final = b"\r\n\r\n"
 #: How long the rest of a refused body is read and dropped, so that its client sees the answer.
-_LINGER_S: Final = 2.0
+LINGER_S: Final = 2.0
 #: An answer up to this is joined with its head.
 _JOIN: Final = 64 * 1024
 
@@ -201,7 +201,7 @@ class Express(RequestHandler):
             self._close = True
             if unread:
                 self._divert(Drop(self, unread))
-                self._loop.call_later(_LINGER_S, self.hang_up)
+                self._loop.call_later(LINGER_S, self.hang_up)
             else:
                 transport.close()
         elif self._paused:
@@ -257,11 +257,29 @@ class Express(RequestHandler):
         super().connection_lost(exc)
 
 
-class Sink(asyncio.BufferedProtocol):
+class _Diverted(asyncio.BufferedProtocol):
+    """Takes what comes in the place of `owner`, which still hears of all else."""
+
+    def __init__(self, owner: Express) -> None:
+        self._owner = owner
+
+    def eof_received(self) -> None: ...
+
+    def pause_writing(self) -> None:
+        self._owner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._owner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.connection_lost(exc)
+
+
+class Sink(_Diverted):
     """Receives the rest of a flight's body where it is to lie; then gives the connection back."""
 
     def __init__(self, owner: Express, flight: Flight, view: memoryview) -> None:
-        self._owner = owner
+        super().__init__(owner)
         self._flight = flight
         self._view = view
         self._left = len(view)
@@ -276,23 +294,12 @@ class Sink(asyncio.BufferedProtocol):
             self._owner.revert()
             self._flight.whole()
 
-    def eof_received(self) -> None: ...
 
-    def pause_writing(self) -> None:
-        self._owner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._owner.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.connection_lost(exc)
-
-
-class Drop(asyncio.BufferedProtocol):
+class Drop(_Diverted):
     """Reads what nobody wants."""
 
     def __init__(self, owner: Express, count: int) -> None:
-        self._owner = owner
+        super().__init__(owner)
         self._left = count
         self._buffer = bytearray(64 * 1024)
 
@@ -303,14 +310,3 @@ class Drop(asyncio.BufferedProtocol):
         self._left -= nbytes
         if self._left <= 0:
             self._owner.hang_up()
-
-    def eof_received(self) -> None: ...
-
-    def pause_writing(self) -> None:
-        self._owner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._owner.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.connection_lost(exc)

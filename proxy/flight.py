@@ -380,7 +380,7 @@ class Flight:
 
     def _refuse(self, error: ProxyError) -> None:
         body = self._shared.door.error_body(self.head.path, error, self.request_id)
-        headers = {"Content-Type": "application/json", **error.all_headers()}
+        headers = error.all_headers()
         unread = self.head.length - self.count if self.receiving else 0
         headers.pop("Connection", None)
         if "Cache-Control" not in headers:

@@ -26,14 +26,11 @@ OPEN: Final = frozenset(
 def add_keys(app: web.Application, door: Door, ring: KeyRing) -> None:
     """Call before the application starts. `ring.reload` counts at once."""
 
-    def check(request: web.Request) -> None:
+    async def check(request: web.Request) -> None:
         if GRANT in request or request.path in OPEN or request.method == hdrs.METH_OPTIONS:
             return
-        grant = ring.check(request.headers)
-        model = request.match_info.get("model")
-        if model is None and request.path == "/infer":
-            model = door.default_model()
-        if model is not None:
+        grant = await ring.check(request.headers)
+        if (model := door.named(request)) is not None:
             grant.permits(model)
         grant.take()
         request[GRANT] = grant

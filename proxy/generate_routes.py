@@ -15,12 +15,13 @@ from gpusup.worker.wire import Answer, Block, Part
 
 from . import accept, raw_codec, sse
 from .body import Body
+from .datatypes import say
 from .door import REQUEST_ID, Call, Door
 from .errors import InvalidInput, NotAcceptable, ProxyError
 from .http_rules import header_priority, read_timeout, trace_params
 from .jsoncheck import load
 from .replies import respond
-from .v2_checks import read_priority, say
+from .v2_checks import check_params, take_timing
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -54,15 +55,12 @@ def text_call(
 ) -> Call:
     """A call with what its head says about time, urgency and traces."""
     headers = request.headers
-    timeout = read_timeout(headers)
-    if timeout_s and (timeout is None or timeout_s < timeout):
-        timeout = timeout_s
     return Call(
         model.name,
         (part,),
         version,
         method=method,  # type: ignore[arg-type]
-        deadline=door.deadline(model, timeout),
+        deadline=door.deadline(model, read_timeout(headers), timeout_s),
         priority=priority or header_priority(headers),
         params={**params, **trace_params(headers)},
         request_id=request[REQUEST_ID],
@@ -103,15 +101,9 @@ def read_generate(body: bytes, depth: int) -> _Asked:
         raise InvalidInput("parameters is not a JSON object")
     params = {**said, **(inner or {})}
     params.pop("stream", None)
-    asked = _Asked(text, params, named or "")
-    if "priority" in params:
-        asked.priority = read_priority(params.pop("priority"))
-    if "timeout" in params:
-        micros = params.pop("timeout")
-        if type(micros) is not int or micros < 0:
-            raise InvalidInput(f"timeout is {say(micros)} and not a number of microseconds")
-        asked.timeout_s = micros / 1e6
-    return asked
+    priority, timeout_s = take_timing(params)
+    check_params(params)
+    return _Asked(text, params, named or "", priority, timeout_s)
 
 
 async def _call(door: Door, request: web.Request) -> tuple[_Asked, ModelInfo, str | None, Call]:
@@ -119,11 +111,7 @@ async def _call(door: Door, request: web.Request) -> tuple[_Asked, ModelInfo, st
     version = request.match_info.get("version")
     model = door.model(request.match_info["model"], version)
     makes_text(model)
-    body = await door.read(request)
-    try:
-        asked = read_generate(body.copy(), door.config.server.json_depth)
-    finally:
-        body.release()
+    asked = read_generate(await door.read_bytes(request), door.config.server.json_depth)
     part = Part("text_input", asked.text.encode(), content_type="text/plain")
     call = text_call(
         request,
@@ -238,6 +226,7 @@ def read_raw(body: bytes, kind: str, depth: int) -> tuple[Part, dict[str, Any]]:
         if not isinstance(prompt, str):
             raise InvalidInput("prompt is missing or no string")
         said.pop("stream", None)
+        check_params(said)
         return Part("prompt", prompt.encode(), content_type="text/plain"), said
     try:
         body.decode()

@@ -7,11 +7,10 @@ import time
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import hdrs, web
 
 from gpusup.supervisor.wire import ModelInfo
-from gpusup.worker.wire import Block, Part
+from gpusup.worker.wire import Part
 
 from . import images, raw_codec
 from .body import Body
@@ -19,11 +18,8 @@ from .door import REQUEST_ID, Call, Door
 from .generate_routes import is_text, raw_text
 from .http_rules import header_priority, read_timeout, trace_params
 from .multipart import split
-from .replies import THREAD_FROM, respond, tell_shape
+from .replies import THREAD_FROM, respond, say, tell_shape
 from .v2_checks import ShapeRefused, check_rows
-
-_encode = msgspec.json.Encoder().encode
-_JSON = {"Content-Type": "application/json"}
 
 
 def add_raw_routes(app: web.Application, door: Door) -> None:
@@ -41,10 +37,6 @@ def add_health_routes(app: web.Application, door: Door) -> None:
         ("/models", models),
     ):
         app.router.add_get(path, partial(handler, door))
-
-
-def _cut(body: Body, start: int, end: int) -> bytes | Block:
-    return body.part("", start, end - start).data
 
 
 async def predict(door: Door, request: web.Request) -> web.StreamResponse:
@@ -115,7 +107,7 @@ def decode(
         parts = tuple(
             raw_codec.field(
                 field.name,
-                _cut(body, field.start, field.end),
+                body.cut(field.start, field.end),
                 field.content_type,
                 field.filename,
             )
@@ -126,7 +118,7 @@ def decode(
         body.data,
         content_type,
         inputs=model.inputs,
-        cut=partial(_cut, body),
+        cut=body.cut,
         limit=door.reader.limit,
         depth=server.json_depth,
         pixels=server.pixels,
@@ -135,32 +127,28 @@ def decode(
     return found.parts, found.rows, found.lead
 
 
-def _say(told: Any, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=_encode(told), headers=_JSON)
-
-
 async def live(door: Door, request: web.Request) -> web.Response:
     """This process answers, so it is alive."""
-    return _say({"live": True})
+    return say({"live": True})
 
 
 async def ready(door: Door, request: web.Request) -> web.Response:
     snapshot = door.snapshot
-    if snapshot.ready and not door.draining:
-        return _say({"ready": True, "live": True})
+    if door.ready:
+        return say({"ready": True, "live": True})
     why = "draining" if door.draining else snapshot.reason
     told: dict[str, Any] = {"ready": False, "live": True, "reason": why}
     told["models"] = {m.name: m.reason or m.state for m in snapshot.models if m.state != "ready"}
-    return _say(told, 503)
+    return say(told, 503)
 
 
 async def ping(door: Door, request: web.Request) -> web.Response:
-    if door.snapshot.ready and not door.draining:
-        return _say({"status": "Healthy"})
-    return _say({"status": "Unhealthy"}, 503)
+    if door.ready:
+        return say({"status": "Healthy"})
+    return say({"status": "Unhealthy"}, 503)
 
 
 async def models(door: Door, request: web.Request) -> web.Response:
-    return _say(
+    return say(
         {"models": [{"modelName": m.name, "modelUrl": m.version} for m in door.snapshot.models]}
     )

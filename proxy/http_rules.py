@@ -9,7 +9,6 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from .errors import InvalidInput
-from .v2_checks import read_priority
 
 #: What a browser's script may read beside the plain headers.
 EXPOSED: Final = (
@@ -57,13 +56,6 @@ def header_priority(headers: Mapping[str, str]) -> int:
     if found[1] not in ("0", "1", "2", "3", "4", "5", "6", "7"):
         raise InvalidInput(f"Priority is {text[:40]!r}; its urgency u is 0 to 7")
     return (1, 1, 1, 0, 3, 4, 5, 6)[int(found[1])]
-
-
-def query_priority(text: str) -> int:
-    """A priority that came as text, as in a form's field. Raises InvalidInput."""
-    return read_priority(
-        int(text) if text.isascii() and text.isdigit() and len(text) < 12 else text
-    )
 
 
 def trace(headers: Mapping[str, str]) -> tuple[str, str]:

@@ -90,7 +90,8 @@ class Lines:
         for key, lane in list(self._lanes.items()):
             lane.refresh(self._workers.all())
             self._strand(lane)
-            if not lane.queue and (key[0] not in self.models or key[1] not in self._bound(key[0])):
+            model = self.models.get(key[0])
+            if not lane.queue and (model is None or not self.knows_version(model, key[1])):
                 del self._lanes[key]
         for name in [name for name in self._served if name not in self.models]:
             if not self._served[name].waiting:
@@ -105,16 +106,14 @@ class Lines:
         self.room()
 
     def knows_version(self, model: ModelInfo, version: str) -> bool:
-        return version in self._bound(model.name)
-
-    def _bound(self, name: str) -> set[str]:
-        """Versions of a model that a request can be bound to; "" is none in particular."""
-        info = self.models.get(name)
-        if info is None:
-            return set()
-        routed = {w.route.version for w in self._workers.all() if w.route.model == name}
-        return {"", info.version, *info.versions, *routed} | (
-            {info.canary_version} if info.canary_version else set()
+        """Whether a request can be bound to it; "" is none in particular."""
+        return (
+            version in ("", model.version, model.canary_version)
+            or version in model.versions
+            or any(
+                worker.route.version == version and worker.route.model == model.name
+                for worker in self._workers.all()
+            )
         )
 
     def _lane(self, name: str, version: str) -> Lane:
@@ -164,9 +163,7 @@ class Lines:
         lane.queue.push(entry, front=front)
         lane.served.waiting += 1
         self._active[lane] = None
-        if not self._woken:
-            self._woken = True
-            asyncio.get_running_loop().call_soon(self._pump)
+        self.room()
         self.in_flight += 1
 
     def _unqueue(self, lane: Lane, entry: Entry) -> None:
@@ -280,6 +277,8 @@ class Lines:
     def _over(self, entry: Entry) -> None:
         entry.over = True
         self._deadlines.remove(entry, entry.timer)
+        if entry.degrade and entry.worker is None:  # else its place is in use until that is through
+            self._undegrade(entry)
 
     # -- what workers say ----------------------------------------------------------------------
 
@@ -288,11 +287,11 @@ class Lines:
         self._memory.give(worker, entry)
 
     def answered(self, entry: Entry, worker: Worker, answer: wire.Answer) -> None:
-        if not answer.more:
-            self._undegrade(entry)
-            if self._suspects.once and answer.status == "ok":
-                self._clear(entry)
+        if not answer.more and self._suspects.once and answer.status == "ok":
+            self._clear(entry)
         if entry.over:
+            if not answer.more:
+                self._undegrade(entry)
             return
         if answer.more:
             entry.begun = True
@@ -310,7 +309,6 @@ class Lines:
         self._counts.add("gpusup_retries_total", (entry.call.model, why))
         served = self._served.get(entry.call.model)
         if served is None:
-            self._undegrade(entry)
             self._fail(entry, NoWorker(f"model {entry.call.model!r} is gone", retry_after_s=1))
             return
         lane = self._lane(entry.call.model, entry.version)
@@ -336,7 +334,6 @@ class Lines:
         if safe and not refused:
             self.again(entry, "died")
             return
-        self._undegrade(entry)
         if safe:
             self._fail(entry, InputRefused(REFUSED))
             return

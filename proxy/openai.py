@@ -18,6 +18,7 @@ from gpusup.worker.wire import Block, Part
 from .datatypes import SIZES, to_values
 from .errors import InputTooLarge, InvalidInput, ModelFailed, ProxyError
 from .jsoncheck import DEPTH, load
+from .v2_checks import check_params
 
 #: Texts in one embeddings request, prompts in one completions request.
 MAX_TEXTS: Final = 2048
@@ -99,6 +100,7 @@ def read(body: bytes, kind: str, depth: int = DEPTH) -> TextRequest:
             raise BadRequest(f"{name} is {said[name]!r:.40}, only 1 is supported", name)
     _check_numbers(said)
     request.params = {k: v for k, v in said.items() if k not in _OURS and v is not None}
+    check_params(request.params)
     request.max_tokens = said.get("max_completion_tokens") or said.get("max_tokens") or 0
     if kind == "chat":
         request.messages = _messages(said.get("messages"))

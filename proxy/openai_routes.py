@@ -74,11 +74,7 @@ async def _read(
     door: Door, request: web.Request, kind: str
 ) -> tuple[TextRequest, ModelInfo, float]:
     received = time.monotonic()
-    body = await door.read(request)
-    try:
-        text = body.copy()
-    finally:
-        body.release()
+    text = await door.read_bytes(request)
     depth = door.config.server.json_depth
     if len(text) < THREAD_FROM:
         asked = openai.read(text, kind, depth)

@@ -23,6 +23,7 @@ from . import accept, images, npy
 from .datatypes import NUMPY, to_values
 from .errors import InvalidInput, NotAcceptable, UnsupportedMedia
 from .jsoncheck import DEPTH, check, parse
+from .multipart import MOST_FIELDS
 from .v2 import Cut
 from .v2_checks import check_declared
 
@@ -31,6 +32,9 @@ NPY: Final = "application/x-npy"
 OCTETS: Final = "application/octet-stream"
 FORM: Final = "application/x-www-form-urlencoded"
 MULTIPART: Final = "multipart/form-data"
+
+#: Characters of a field's name, type and filename together: they travel inside a frame.
+_HEAD_LIMIT: Final = 16 * 1024
 
 #: Name of the part that is a whole body.
 BODY: Final = "body"
@@ -96,10 +100,11 @@ def decode(
     if kind in _REFUSED:
         raise UnsupportedMedia(f"{kind} is not taken; send .npy, JSON or the file itself")
     if kind == FORM:
-        if (head := bytes(body[:1])) in (b"{", b"[") and _is_json(bytes(body)):
-            return _json(bytes(body), depth, pixels)
+        if bytes(body[:1]) in (b"{", b"["):
+            text = bytes(body)
+            if _is_json(text):
+                return _json(text, depth, pixels)
         kind = OCTETS
-        del head
     images.check(body, pixels)
     return RawRequest(parts=(Part(BODY, cut(0, len(body)), content_type=kind),))
 
@@ -122,8 +127,11 @@ def _json(text: bytes, depth: int, pixels: int) -> RawRequest:
     fields = parse(text, _object)
     if "b64" in fields:
         return RawRequest(parts=(_binary(parse(text, _base64), BODY, pixels),))
+    if len(fields) > MOST_FIELDS:
+        raise InvalidInput(f"the request has {len(fields)} fields, {MOST_FIELDS} are allowed")
     parts = []
     for name, raw in fields.items():
+        _check_head(name)
         value = bytes(raw)
         if value.startswith(b"{") and b'"b64"' in value:
             found = parse(value, _base64, f"field {name[:80]!r}")
@@ -133,7 +141,16 @@ def _json(text: bytes, depth: int, pixels: int) -> RawRequest:
     return RawRequest(parts=tuple(parts))
 
 
+def _check_head(name: str, *more: str) -> None:
+    if (size := len(name) + sum(map(len, more))) > _HEAD_LIMIT:
+        raise InvalidInput(
+            f"the name, type and filename of field {name[:80]!r} have {size} characters, "
+            f"{_HEAD_LIMIT} are allowed"
+        )
+
+
 def _binary(found: _Base64, name: str, pixels: int) -> Part:
+    _check_head(name, found.content_type, found.filename)
     text = found.b64
     if text.startswith("data:"):  # a browser's data: URL
         text = text.partition(",")[2]

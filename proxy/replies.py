@@ -95,6 +95,14 @@ def tell_shape_of(
     )
 
 
+async def ask(door: Door, method: str, path: str) -> Reply:
+    """A good answer of the supervisor's control API. Raises what any other means to a client."""
+    reply = await door.ask(method, path)
+    if (refused := refusal_of(reply)) is not None:
+        raise refused
+    return reply
+
+
 def refusal_of(reply: Reply) -> ProxyError | None:
     """What a control answer other than 2xx means to a client of the front door."""
     if reply.status < 300:

@@ -24,7 +24,6 @@ class Place:
         "open",
         "outstanding",
         "paused",
-        "requests",
         "route",
         "sent_since",
         "slot",
@@ -40,7 +39,6 @@ class Place:
         self.paused = False  # its socket takes no more bytes for now
         self.blocked_until = 0.0  # it said busy although it seemed to have room
         self.outstanding = 0  # our rows there
-        self.requests = 0  # our requests there
         self.capacity = 0  # rows it would hold in all
         self.busy_rows = 0  # rows it said it had
         self.sent_since = 0  # our rows since it said so
@@ -63,11 +61,9 @@ class Place:
     def sent(self, rows: int) -> None:
         self.outstanding += rows
         self.sent_since += rows
-        self.requests += 1
 
     def settled(self, rows: int) -> None:
         self.outstanding -= rows
-        self.requests -= 1
 
     @property
     def idle(self) -> bool:

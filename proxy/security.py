@@ -6,6 +6,7 @@ The file of hashes (conf/keys.py) is read again on reload. A key comes as
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import math
@@ -13,7 +14,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -107,6 +109,7 @@ class KeyRing:
         self._plain: list[tuple[bytes, Grant]] = []
         self._slow: list[tuple[bytes, bytes, Grant]] = []
         self._known: dict[bytes, Grant] = {}
+        self._trying: dict[bytes, asyncio.Future[Grant | None]] = {}
         self._tries = _SCRYPT_RATE
         self._tried = clock()
         self.reload()
@@ -128,9 +131,10 @@ class KeyRing:
                 plain.append((bytes.fromhex(fields[0]), grant))
             else:
                 slow.append((bytes.fromhex(fields[0]), bytes.fromhex(fields[1]), grant))
-        self._grants, self._plain, self._slow, self._known = grants, plain, slow, {}
+        self._grants, self._plain, self._slow = grants, plain, slow
+        self._known, self._trying = {}, {}
 
-    def check(self, headers: Mapping[str, str]) -> Grant:
+    async def check(self, headers: Mapping[str, str]) -> Grant:
         """Whose key it is. Raises Unauthorized."""
         key = _key_of(headers)
         if key is None:
@@ -138,7 +142,7 @@ class KeyRing:
                 "an API key is wanted: Authorization: Bearer KEY",
                 headers={"WWW-Authenticate": 'Bearer realm="gpusup"'},
             )
-        grant = self._find(key) if len(key) <= KEY_LIMIT else None
+        grant = await self._find(key) if len(key) <= KEY_LIMIT else None
         if grant is None:
             raise Unauthorized(
                 "this API key is not known",
@@ -146,7 +150,7 @@ class KeyRing:
             )
         return grant
 
-    def _find(self, key: str) -> Grant | None:
+    async def _find(self, key: str) -> Grant | None:
         digest = hashlib.sha256(key.encode()).digest()
         found: Grant | None = None
         # All of them, always: how long it takes says nothing about which one is close.
@@ -157,14 +161,26 @@ class KeyRing:
             return found
         if (remembered := self._known.get(digest)) is not None:
             return remembered
-        if not self._may_try():
-            raise RateLimited("too many unknown API keys are tried", retry_after_s=1)
-        for salt, known, grant in self._slow:
-            if hmac.compare_digest(known, scrypt(key, salt)):
-                found = grant
+        # One try for all who come with this key meanwhile: a client's first requests may be many.
+        trying = self._trying.get(digest)
+        if trying is None:
+            if not self._may_try():
+                raise RateLimited("too many unknown API keys are tried", retry_after_s=1)
+            # In a thread, or every wrong key would hold up all that this process does.
+            trying = asyncio.ensure_future(asyncio.to_thread(_match, key, self._slow))
+            self._trying[digest] = trying
+            trying.add_done_callback(partial(self._end_try, digest))
+        return await asyncio.shield(trying)
+
+    def _end_try(self, digest: bytes, trying: asyncio.Future[Grant | None]) -> None:
+        if self._trying.get(digest) is not trying:
+            return  # the keys were read anew meanwhile
+        del self._trying[digest]
+        if trying.cancelled() or trying.exception() is not None:
+            return
+        found = trying.result()
         if found is not None and len(self._known) < _REMEMBERED:
             self._known[digest] = found
-        return found
 
     def _may_try(self) -> bool:
         now = self._clock()
@@ -174,6 +190,14 @@ class KeyRing:
             return False
         self._tries -= len(self._slow)
         return True
+
+
+def _match(key: str, slow: Sequence[tuple[bytes, bytes, Grant]]) -> Grant | None:
+    found: Grant | None = None
+    for salt, known, grant in slow:
+        if hmac.compare_digest(known, scrypt(key, salt)):
+            found = grant
+    return found
 
 
 def _key_of(headers: Mapping[str, str]) -> str | None:

@@ -8,19 +8,18 @@ import os
 import random
 import socket
 import time
-from contextlib import suppress
 from typing import Final, assert_never
 
+import msgspec
 from aiohttp import web
 
 from gpusup.conf.log import event, reopen
 from gpusup.conf.schema import Config
 from gpusup.supervisor import wire
 
-from .app import Site, make_app, make_runner
+from .app import Runner, Site, make_app
 from .arena import Arena
 from .body import BodyReader
-from .compression import inflate
 from .counts import Counts
 from .dispatch import Dispatcher
 from .door import Door
@@ -40,7 +39,6 @@ def make_door(config: Config, name: str, link: Link, rng: random.Random | None =
     arena = Arena(config.server.arena)
     counts = Counts()
     reader = BodyReader(config.server, arena)
-    reader.inflate = inflate
     dispatcher = Dispatcher(
         config,
         name=name,
@@ -51,7 +49,6 @@ def make_door(config: Config, name: str, link: Link, rng: random.Random | None =
     )
     return Door(
         config,
-        name=name,
         dispatcher=dispatcher,
         link=link,
         arena=arena,
@@ -94,7 +91,7 @@ class Process:
             self._tls = Tls(server.tls_cert, server.tls_key)
         app = make_app(self._door)
         make_surfaces(app, self._door)
-        self._runner = make_runner(app, self._door)
+        self._runner = Runner(app, self._door)
         await self._runner.setup()
         self._site = Site(
             self._runner,
@@ -110,15 +107,25 @@ class Process:
         gc.set_threshold(_GC_OBJECTS, 20, 50)
         self._link.send(wire.Listening(self._site.name))
         reports = loop.create_task(self._reports())
+        reports.add_done_callback(self._no_reports)
         limit_s = await self._stop
         await self._leave(limit_s)
         reports.cancel()
-        with suppress(asyncio.CancelledError):
-            await reports
-        self._report()
+        (ended,) = await asyncio.gather(reports, return_exceptions=True)
+        broken = not isinstance(ended, asyncio.CancelledError)
+        if not broken:
+            self._report()
         await self._door.dispatcher.close()
         self._link.close()
-        return 0
+        return 1 if broken else 0
+
+    def _no_reports(self, task: asyncio.Task[None]) -> None:
+        """Without them the supervisor is blind to us: leave, so that it starts another."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        event("reports-failed", "error", error=repr(error))
+        if self._stop is not None and not self._stop.done():
+            self._stop.set_result(self._config.server.drain_limit)
 
     async def _leave(self, limit_s: float) -> None:
         """Accept nothing, answer what is there, then close what is idle."""
@@ -213,17 +220,5 @@ class Process:
             return
         self._last = gauges
         self._link.send(
-            wire.ProxyReport(
-                counters=counters,
-                histograms=histograms,
-                stats=stats,
-                queued=gauges.queued,
-                in_flight=gauges.in_flight,
-                leased=gauges.leased,
-                connections=gauges.connections,
-                arena_free=gauges.arena_free,
-                arena_total=gauges.arena_total,
-                bands=gauges.bands,
-                latency=gauges.latency,
-            )
+            msgspec.structs.replace(gauges, counters=counters, histograms=histograms, stats=stats)
         )

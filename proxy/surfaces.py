@@ -12,7 +12,7 @@ from . import generate_routes, openai_routes, openapi, page, v2_routes
 from .door import Door
 from .gate import add_keys, add_options
 from .http_rules import Cors
-from .replies import refusal_of, respond
+from .replies import ask, respond
 from .security import KeyFileError, KeyRing
 
 
@@ -42,7 +42,5 @@ def _reread(ring: KeyRing) -> None:
 
 
 async def _metrics(door: Door, request: web.Request) -> web.StreamResponse:
-    reply = await door.ask("GET", "/metrics")
-    if (refused := refusal_of(reply)) is not None:
-        raise refused
+    reply = await ask(door, "GET", "/metrics")
     return await respond(door, request, {"Content-Type": reply.content_type}, reply.body)

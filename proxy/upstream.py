@@ -85,7 +85,11 @@ async def _welcome(sock: socket.socket, route: Route) -> Greeted:
                 f"{route.slot} generation {route.generation} was meant, "
                 f"{welcome.slot} generation {welcome.generation} answered"
             )
-        progress = Reader(fds.pop())
+        try:
+            progress = Reader(fds[0])
+        except ValueError as error:
+            raise BrokenWorker(f"its progress page is none: {error}") from error
+        fds.clear()  # the reader has closed it
         return Greeted(sock, welcome, progress, data[end:])
     finally:
         for fd in fds:
@@ -108,7 +112,9 @@ async def _readable(sock: socket.socket) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """Frames to and from one worker. `answered(answers)` for each frame of it; `lost()` once."""
+    """Frames to and from one worker. `answered(answers)` for each frame of it; `lost()` once.
+
+    `refused(id, why)`, in a later turn of the loop: an item that no frame has room for."""
 
     def __init__(
         self,
@@ -117,6 +123,7 @@ class Connection(asyncio.Protocol):
         answered: Callable[[wire.Answers], None],
         lost: Callable[[], None],
         paused: Callable[[bool], None],
+        refused: Callable[[int, str], None],
     ) -> None:
         self.welcome = greeted.welcome
         self.progress = greeted.progress
@@ -124,6 +131,7 @@ class Connection(asyncio.Protocol):
         self._answered = answered
         self._lost = lost
         self._paused = paused
+        self._refused = refused
         self._buffer = bytearray()
         self._wanted = HEADER.size  # bytes until it is worth looking again
         self._transport: asyncio.WriteTransport | None = None
@@ -203,9 +211,26 @@ class Connection(asyncio.Protocol):
 
     def flush(self) -> None:
         if self._items and self._transport is not None:
-            self._send(wire.Work(self._items))
-            self._items = []
-            self._size = 0
+            items, self._items, self._size = self._items, [], 0
+            self._work(items)
+
+    def _work(self, items: list[wire.Item]) -> None:
+        """One frame, or several where one would be over the limit, at which a worker hangs up."""
+        assert self._transport is not None
+        body = wire.encode(wire.Work(items))
+        if len(body) <= MAX_FRAME_BYTES:
+            self._transport.write(HEADER.pack(len(body)) + body)
+        elif len(items) > 1:
+            half = len(items) // 2
+            self._work(items[:half])
+            self._work(items[half:])
+        else:
+            text = (
+                f"the request takes {len(body)} bytes beside its bulk, "
+                f"{MAX_FRAME_BYTES} are allowed"
+            )
+            # Not at once: whoever sends is in the midst of its books.
+            asyncio.get_running_loop().call_soon(self._refused, items[0].id, text)
 
     def cancel(self, ids: list[int], *, recall: bool = False) -> None:
         self.flush()  # or it would overtake what it is about

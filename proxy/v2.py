@@ -14,7 +14,7 @@ import msgspec
 
 from gpusup.worker.wire import Block, Part, TensorSpec
 
-from .datatypes import SIZES, check_binary, elements, parse_json, to_values
+from .datatypes import SIZES, check_binary, elements, parse_json, say, to_values
 from .errors import InputTooLarge, InvalidInput
 from .jsoncheck import DEPTH, check, parse
 from .v2_checks import (
@@ -22,15 +22,16 @@ from .v2_checks import (
     check_size,
     read_flag,
     read_parameters,
-    read_priority,
     read_shape,
-    say,
+    take_timing,
 )
 
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 
 #: Characters of a tensor's name: it may come back in an error.
 NAME_LIMIT: Final = 256
+#: Inputs of one request, unless the model declares more: their heads travel inside a frame.
+MOST_INPUTS: Final = 256
 
 #: Gives the bytes [start, end) of the body the form in which they travel to a worker.
 Cut = Callable[[int, int], bytes | Block]
@@ -110,6 +111,8 @@ def decode(
     text = body if split == len(body) and type(body) is bytes else bytes(body[:split])
     check(text, depth=depth)
     document = parse(text, _document)
+    if (count := len(document.inputs)) > (most := max(MOST_INPUTS, len(inputs))):
+        raise InvalidInput(f"the request has {count} inputs, {most} are allowed")
 
     request = InferRequest(parts=(), rows=0, id=document.id or "")
     if document.parameters is not msgspec.UNSET:
@@ -233,13 +236,7 @@ def _read_parameters(request: InferRequest, raw: msgspec.Raw) -> None:
     params = read_parameters(raw, "the request's parameters")
     if "binary_data_output" in params:
         request.binary = read_flag(params.pop("binary_data_output"), "binary_data_output")
-    if "priority" in params:
-        request.priority = read_priority(params.pop("priority"))
-    if "timeout" in params:
-        micros = params.pop("timeout")
-        if type(micros) is not int or micros < 0:
-            raise InvalidInput(f"timeout is {say(micros)} and not a number of microseconds")
-        request.timeout_s = micros / 1e6
+    request.priority, request.timeout_s = take_timing(params)
     request.params = params
 
 
@@ -288,9 +285,6 @@ class Body:
     json: bytes
     tensors: tuple[bytes, ...] = ()
     header_length: int | None = None
-
-    def join(self) -> bytes:
-        return b"".join((self.json, *self.tensors)) if self.tensors else self.json
 
 
 def encode(parts: Sequence[Part], request: InferRequest, model: str, version: str) -> Body:

@@ -10,19 +10,23 @@ import msgspec
 from gpusup.supervisor.wire import ModelInfo
 from gpusup.worker.wire import TensorSpec
 
-from .datatypes import DATATYPES, MAX_DIMENSIONS, SIZES, elements
-from .errors import InvalidInput
+from .datatypes import DATATYPES, MAX_DIMENSIONS, SIZES, elements, say
+from .errors import InputTooLarge, InvalidInput
 from .jsoncheck import check_numbers, parse
 
 #: Bytes of JSON that one `parameters` object may take, and one `shape`.
 PARAMETERS_LIMIT: Final = 64 * 1024
 SHAPE_LIMIT: Final = 1024
 
+#: Bytes on the wire of what goes to a model beside its input: it has to travel inside a frame.
+PARAMS_LIMIT: Final = 2**20
+
 #: Priorities are the protocol's uint32: 0 default, 1 highest.
 PRIORITY_LIMIT: Final = 2**32 - 1
 
 _shape: Final = msgspec.json.Decoder(list[int])
 _object: Final = msgspec.json.Decoder(dict[str, Any])
+_pack: Final = msgspec.msgpack.Encoder().encode
 
 
 def check_rows(model: ModelInfo, rows: int) -> None:
@@ -117,6 +121,23 @@ def read_parameters(raw: msgspec.Raw, what: str) -> dict[str, Any]:
     return found
 
 
+def check_params(params: dict[str, Any]) -> None:
+    """What a model is given beside its text. Raises InputTooLarge."""
+    if params and (size := len(_pack(params))) > PARAMS_LIMIT:
+        raise InputTooLarge(
+            f"the request's parameters take {size} bytes, {PARAMS_LIMIT} are allowed"
+        )
+
+
+def take_timing(params: dict[str, Any]) -> tuple[int, float]:
+    """Takes priority and timeout (as seconds) out; 0 where none is given. Raises InvalidInput."""
+    priority = read_priority(params.pop("priority")) if "priority" in params else 0
+    micros = params.pop("timeout", 0)
+    if type(micros) is not int or micros < 0:
+        raise InvalidInput(f"timeout is {say(micros)} and not a number of microseconds")
+    return priority, micros / 1e6
+
+
 def read_priority(value: Any) -> int:
     """The protocol's priority: 1 is the highest, 0 the default. Raises InvalidInput."""
     if type(value) is not int or not 0 <= value <= PRIORITY_LIMIT:
@@ -132,9 +153,3 @@ def read_flag(value: Any, name: str) -> bool:
     if type(value) is not bool:
         raise InvalidInput(f"{name} is {say(value)} and neither true nor false")
     return value
-
-
-def say(value: Any) -> str:
-    """A value for an error's text, cut short."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."

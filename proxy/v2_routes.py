@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gpusup.conf.package import package_version
 from gpusup.supervisor.wire import ModelInfo
-from gpusup.worker.wire import Block, Part, TensorSpec
+from gpusup.worker.wire import Part, TensorSpec
 
 from . import v2
 from .body import Body
@@ -20,7 +20,7 @@ from .errors import Forbidden, InvalidInput, NoWorker
 from .gate import GRANT
 from .http_rules import header_priority, read_timeout, trace_params
 from .jsoncheck import load
-from .replies import THREAD_FROM, refusal_of, respond, say, tell_shape
+from .replies import THREAD_FROM, ask, respond, say, tell_shape
 from .v2_checks import ShapeRefused, check_rows
 
 _EXTENSIONS: Final = (
@@ -40,8 +40,8 @@ _STATES: Final = {
 }
 _MODEL: Final = "/v2/models/{model}"
 _VERSION: Final = _MODEL + "/versions/{version:[0-9]+}"
-#: Datatypes whose binary data needs only its length checked.
-_PLAIN_SIZED: Final = frozenset({"BOOL", "BYTES"})
+#: Datatypes whose binary data is looked at; of all others only the length is checked.
+_LOOKED_AT: Final = frozenset({"BOOL", "BYTES"})
 
 
 def add_routes(app: web.Application, door: Door) -> None:
@@ -90,8 +90,7 @@ class V2:
         return say({"live": True})
 
     async def ready(self, request: web.Request) -> web.Response:
-        door = self._door
-        ready = door.snapshot.ready and not door.draining
+        ready = self._door.ready
         return say({"ready": ready, "live": True}, 200 if ready else 503)
 
     async def names(self, request: web.Request) -> web.Response:
@@ -123,9 +122,7 @@ class V2:
         if "model" in request.match_info:
             model, version = self._model(request)
             path += f"/{model.name}" + (f"/{version}" if version else "")
-        reply = await self._door.ask("GET", path)
-        if (refused := refusal_of(reply)) is not None:
-            raise refused
+        reply = await ask(self._door, "GET", path)
         headers = {"Content-Type": "application/json"}
         return await respond(self._door, request, headers, reply.body)
 
@@ -144,9 +141,6 @@ class V2:
         body = await door.read(request)
         try:
             asked = await self._decode(request, model, body)
-            timeout = read_timeout(headers)
-            if asked.timeout_s and (timeout is None or asked.timeout_s < timeout):
-                timeout = asked.timeout_s
             params = trace_params(headers)
             if asked.params:
                 params = {**asked.params, **params}
@@ -155,7 +149,7 @@ class V2:
                 asked.parts,
                 version,
                 rows=asked.rows,
-                deadline=door.deadline(model, timeout),
+                deadline=door.deadline(model, read_timeout(headers), asked.timeout_s),
                 priority=asked.priority or header_priority(headers),
                 params=params,
                 request_id=request[REQUEST_ID],
@@ -180,7 +174,7 @@ class V2:
             length,
             inputs=model.inputs,
             outputs=model.outputs,
-            cut=partial(cut, body),
+            cut=body.cut,
             limit=door.reader.limit,
             depth=door.config.server.json_depth,
         )
@@ -231,11 +225,7 @@ class V2:
     # -- repository --------------------------------------------------------------------------------
 
     async def _json(self, request: web.Request) -> dict[str, Any]:
-        body = await self._door.read(request)
-        try:
-            text = body.copy()
-        finally:
-            body.release()
+        text = await self._door.read_bytes(request)
         found = load(text, depth=self._door.config.server.json_depth) if text.strip() else {}
         if not isinstance(found, dict):
             raise InvalidInput("the request is not a JSON object")
@@ -273,18 +263,12 @@ class V2:
                 f"a load with {files[0][:80]!r} is not supported: models are described "
                 "in the configuration"
             )
-        reply = await door.ask("POST", f"/models/{model.name}/{verb}")
-        if (refused := refusal_of(reply)) is not None:
-            raise refused
+        await ask(door, "POST", f"/models/{model.name}/{verb}")
         return web.Response(body=b"", headers={"Content-Type": "application/json"})
 
 
-def cut(body: Body, start: int, end: int) -> bytes | Block:
-    return body.part("", start, end - start).data
-
-
 def _plain(specs: tuple[TensorSpec, ...]) -> bool:
-    return bool(specs) and all(spec.datatype not in _PLAIN_SIZED for spec in specs)
+    return bool(specs) and all(spec.datatype not in _LOOKED_AT for spec in specs)
 
 
 def is_ready(model: ModelInfo, version: str | None) -> bool:

@@ -179,9 +179,11 @@ class Workers:
                 answered=partial(self._answers, worker),
                 lost=partial(self._lost, worker),
                 paused=partial(self._paused, worker),
+                refused=partial(self._refused, worker),
             )
             worker.connection = connection
             worker.connected = True
+            told = ""  # the next trouble is a new one
             worker.loaded(greeted.welcome.load, self.proxies)
             await loop.create_unix_connection(partial(_same, connection), sock=greeted.sock)
             if not self._named(worker) and not worker.in_flight:
@@ -220,7 +222,6 @@ class Workers:
         for lease in call.leases:
             lease.hold()
         call.served_version = worker.route.version
-        call.served_slot = worker.slot
         connection.add(
             wire.Item(
                 entry.id,
@@ -313,6 +314,17 @@ class Workers:
         if worker.gone and not in_flight:
             self._leave(worker)
         owner.room()
+
+    def _refused(self, worker: Worker, id: int, text: str) -> None:
+        """It is too large to be sent. The client hears of it; the worker never does."""
+        entry = worker.in_flight.pop(id, None)
+        if entry is None:
+            return  # the connection ended in between
+        self._settle(worker, entry)
+        self._owner.answered(entry, worker, wire.Answer(id, "too_large", text=text, started=False))
+        if worker.gone and not worker.in_flight:
+            self._leave(worker)
+        self._owner.room()
 
     def _lost(self, worker: Worker) -> None:
         """The worker's end: what had begun there, and what had not."""

@@ -101,7 +101,7 @@ class World:
         assert dispatcher.flights() == {}
         assert dispatcher.leased() == {}
         assert self.door.arena.free == self.door.arena.total
-        assert all(not w.outstanding and not w.requests for w in dispatcher._workers.all())
+        assert all(not w.outstanding and not w.in_flight for w in dispatcher._workers.all())
 
     async def close(self) -> None:
         await self.door.dispatcher.close()

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from gpusup.supervisor.wire import Route, RouteState
 from gpusup.worker import progress, wire
 from gpusup.worker.frame import HEADER, FrameDecoder, pack
@@ -142,7 +144,7 @@ class FakeWorker:
                         self.items.append(item)
                         self._owner[item.id] = connection
                     else:
-                        answers.append(answer)
+                        answers.append(self._signed(answer))
                 if answers:
                     connection.send(wire.Answers(answers, self.load()))
             case wire.Cancel(ids=ids, recall=True):
@@ -167,10 +169,17 @@ class FakeWorker:
         if not fields.get("more"):
             self.items.remove(item)
         answer = wire.Answer(item.id, **{"status": "ok", **fields})  # type: ignore[arg-type]
+        answer = self._signed(answer)
         connection = self._owner[item.id]
         if not connection.transport or connection.transport.is_closing():
             return
         connection.send(wire.Answers([answer], self.load()))
+
+    def _signed(self, answer: wire.Answer) -> wire.Answer:
+        """A good answer whose text says nothing else says who gave it."""
+        if answer.status != "ok" or answer.text:
+            return answer
+        return msgspec.structs.replace(answer, text=self.slot)
 
     def busy(self, item: wire.Item) -> None:
         self.reply(item, status="busy", started=False)

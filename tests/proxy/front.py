@@ -16,7 +16,7 @@ import numpy as np
 from aiohttp import web
 
 from gpusup.conf.schema import Config, ServerConfig
-from gpusup.proxy.app import Site, make_app, make_runner
+from gpusup.proxy.app import Runner, Site, make_app
 from gpusup.proxy.serve import make_surfaces
 from gpusup.supervisor import wire as swire
 from gpusup.worker import wire
@@ -60,7 +60,7 @@ class Front:
         self.asked: list[tuple[str, str]] = []
         self.replies: dict[str, swire.Reply] = {}
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> swire.Reply:
+    async def ask(self, method: str, path: str) -> swire.Reply:
         self.asked.append((method, path))
         if path in self.replies:
             return self.replies[path]
@@ -182,7 +182,7 @@ async def front(
     await world.tell()
     app = make_app(world.door)
     make_surfaces(app, world.door)
-    runner = make_runner(app, world.door)
+    runner = Runner(app, world.door)
     made = Front(world, app, runner)
     world.door.ask = made.ask  # type: ignore[method-assign]
     await runner.setup()

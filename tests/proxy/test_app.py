@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_parser import HttpRequestParser
 
 from gpusup.conf.schema import Config, LogConfig, ServerConfig
-from gpusup.proxy.app import Site, make_app, make_runner
+from gpusup.proxy.app import Runner, Site, make_app
 from gpusup.proxy.serve import make_surfaces
 from gpusup.worker import wire
 
@@ -60,7 +60,7 @@ async def served(world: World) -> AsyncIterator[Served]:
     world.open(Config(server=server, log=LogConfig(requests=0.0)))
     app = make_app(world.door)
     make_surfaces(app, world.door)
-    runner = make_runner(app, world.door)
+    runner = Runner(app, world.door)
     await runner.setup()
     listener = socket.create_server(("127.0.0.1", 0))
     site = Site(runner, listener, most=server.connections)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpusup.proxy import upstream
 from gpusup.proxy.errors import (
     DeadlineExceeded,
     Draining,
     InputRefused,
+    InputTooLarge,
     InvalidInput,
     ModelNotFound,
     NoWorker,
@@ -21,7 +25,8 @@ from gpusup.proxy.errors import (
     WorkerLost,
 )
 from gpusup.supervisor import wire as swire
-from gpusup.worker import wire
+from gpusup.worker import progress, wire
+from gpusup.worker.frame import MAX_FRAME_BYTES
 
 from .conftest import World, device, until
 from .fake_worker import FakeWorker
@@ -31,12 +36,16 @@ async def flying(worker: FakeWorker, count: int) -> None:
     await until(lambda: len(worker.items) >= count)
 
 
+def zeros(count: int) -> wire.Part:
+    return wire.Part("x", bytes(4 * count), "FP32", (1, count))
+
+
 async def test_a_request_is_answered_by_the_worker(world: World) -> None:
     await world.worker()
     await world.tell()
     outcome = await world.door.infer(world.call(b"hello"))
     assert outcome.answer.parts[0].data == b"hello"
-    assert (outcome.version, outcome.slot) == ("1", "gpu0")
+    assert (outcome.version, outcome.answer.text) == ("1", "gpu0")
     assert outcome.headers() == {"Gpusup-Model-Version": "1"}
     world.clean()
 
@@ -90,7 +99,7 @@ async def test_what_a_worker_is_too_busy_for_goes_to_another(world: World) -> No
     await world.tell()
     first.rows = 0
     first.busy(first.items[0])
-    assert (await asked).slot == "gpu1"
+    assert (await asked).answer.text == "gpu1"
     world.clean()
 
 
@@ -114,7 +123,7 @@ async def test_what_a_draining_worker_returns_goes_to_another(world: World) -> N
     await world.worker(slot="gpu1")
     await world.tell()
     first.reply(first.items[0], status="draining", started=False)
-    assert (await asked).slot == "gpu1"
+    assert (await asked).answer.text == "gpu1"
 
 
 # -- death -----------------------------------------------------------------------------------------
@@ -152,7 +161,7 @@ async def test_a_request_that_had_not_begun_is_sent_to_another_worker(world: Wor
     await world.worker(slot="gpu1")
     await world.tell()
     first.die()
-    assert (await spared).slot == "gpu1"
+    assert (await spared).answer.text == "gpu1"
     with pytest.raises(WorkerLost):
         await doomed
     world.clean()
@@ -170,7 +179,7 @@ async def test_an_executing_request_is_repeated_where_the_model_says_it_is_safe(
     await world.worker(slot="gpu1")
     await world.tell()
     first.die()
-    assert (await asked).slot == "gpu1"
+    assert (await asked).answer.text == "gpu1"
     world.clean()
 
 
@@ -189,7 +198,7 @@ async def test_the_only_workers_requests_wait_for_its_successor(world: World) ->
     await world.worker(generation=2)
     world.model()
     await world.tell()
-    assert (await asked).slot == "gpu0"
+    assert (await asked).answer.text == "gpu0"
     world.clean()
 
 
@@ -231,8 +240,96 @@ async def test_a_worker_of_another_generation_is_not_spoken_to(world: World) -> 
     asked.cancel()
 
 
+async def test_a_worker_that_fails_again_after_it_answered_is_told_of_again(world: World) -> None:
+    def told() -> int:
+        return sum(isinstance(m, swire.Notice) for m in world.told)
+
+    worker = FakeWorker(world.folder)
+    world.workers.append(worker)
+    await world.tell(connected=False)
+    await until(lambda: told() == 1)
+    await worker.start()
+    (place,) = world.door.dispatcher._workers.all()
+    await until(lambda: place.connected)
+    worker.die()
+    await until(lambda: told() == 2)
+    first, second = (m for m in world.told if isinstance(m, swire.Notice))
+    assert first == second
+
+
+async def test_a_worker_without_a_progress_page_is_tried_again(world: World) -> None:
+    def held() -> int:
+        fds = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum("gpusup-progress-gpu0" in os.readlink(fd) for fd in fds if fd.is_symlink())
+
+    worker = await world.worker()
+    os.ftruncate(worker.fd, 16)
+    before = held()
+    with pytest.raises(upstream.BrokenWorker, match="progress page"):
+        await upstream.greet(worker.route(), "proxy0", -1, 0)
+    assert held() == before
+    await world.tell(connected=False)
+    await until(lambda: any(isinstance(m, swire.Notice) for m in world.told))
+    os.ftruncate(worker.fd, progress.SIZE)
+    await world.door.infer(world.call())
+
+
 def _fields(route: swire.Route) -> dict[str, Any]:
     return {name: getattr(route, name) for name in route.__struct_fields__}
+
+
+# -- what no frame has room for --------------------------------------------------------------------
+
+
+async def test_a_request_over_the_limit_of_a_frame_is_413_and_harms_nobody(world: World) -> None:
+    worker = await world.worker(answer=None)
+    await world.tell()
+    before = set(worker.connections)
+    params = {"x": "y" * MAX_FRAME_BYTES}
+    running = world.ask(b"running")
+    await flying(worker, 1)
+    others = [world.ask(b"first"), world.ask(params=params), world.ask(b"last")]
+    await flying(worker, 3)
+    with pytest.raises(InputTooLarge, match=f"{MAX_FRAME_BYTES} are allowed") as caught:
+        await others.pop(1)
+    assert caught.value.status == 413
+    with pytest.raises(InputTooLarge):
+        await anext(world.door.stream(world.call(method="generate", params=params)))
+    assert [worker.data(item.parts[0]) for item in worker.items] == [b"running", b"first", b"last"]
+    for item in list(worker.items):
+        worker.reply(item)
+    await asyncio.gather(running, *others)
+    assert worker.connections == before
+    world.clean()
+
+
+async def test_one_too_large_whose_client_leaves_at_once_is_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "MAX_FRAME_BYTES", 1000)
+    await world.worker()
+    await world.tell()
+    asked = world.ask(params={"x": "y" * 1000})
+    dispatcher = world.door.dispatcher
+    while not dispatcher.flights():  # noqa: ASYNC110 (it is refused in the very next turn)
+        await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await until(lambda: not dispatcher.in_flight)
+    await world.door.infer(world.call())
+    world.clean()
+
+
+async def test_what_is_too_much_for_one_frame_goes_in_several(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "MAX_FRAME_BYTES", 1000)
+    worker = await world.worker()
+    await world.tell()
+    await asyncio.gather(*(world.ask(params={"x": "y" * 600}) for _ in range(5)))
+    assert worker.frames == 5
+    world.clean()
 
 
 # -- time, and clients that leave ------------------------------------------------------------------
@@ -354,18 +451,16 @@ async def test_in_the_shed_band_a_request_is_refused_with_the_use_in_the_body(
 
 
 async def test_a_requests_cost_decides_its_band_and_is_leased_while_it_runs(world: World) -> None:
-    world.model(peaks={"4/fp32/1": 500})
+    world.model(peaks={"4/fp32/1": 500, "8/fp32/1": 850})
     worker = await world.worker(answer=None)
     await world.tell()
-    part = wire.Part("x", b"\0" * 16, "FP32", (1, 4))
     call = world.call()
-    call.parts = (part,)
+    call.parts = (zeros(4),)
     first = asyncio.create_task(world.door.infer(call))
     await flying(worker, 1)
     assert world.door.dispatcher.leased() == {"GPU-0": 500}
     second = world.call()
-    second.parts = (part,)
-    second.cost = 850
+    second.parts = (zeros(8),)
     with pytest.raises(ShedLoad):  # 0.1 + 0.85: too much also when the first is done
         await world.door.infer(second)
     worker.reply(worker.items[0])
@@ -403,6 +498,52 @@ async def test_a_shed_request_goes_down_the_ladder_within_its_limit(world: World
     await flying(gpu, 1)
     gpu.reply(gpu.items[0])
     await third
+    world.clean()
+
+
+async def test_a_degraded_request_that_ends_in_the_queue_gives_its_place_back(
+    world: World,
+) -> None:
+    world.model(degrade=(("lower_precision", 1),))
+    worker = await world.worker(answer=None, degrade=("lower_precision",))
+    world.devices = [device(watermark=0.95)]
+    await world.tell()
+    first = world.ask(deadline=soon(0.3))
+    await flying(worker, 1)
+    worker.rows = 0
+    worker.busy(worker.items[0])
+    with pytest.raises(DeadlineExceeded, match="in the queue"):
+        await first
+    worker.rows = 64
+    (connection,) = worker.connections
+    connection.send(wire.Answers([], worker.load()))
+    await until(lambda: world.door.dispatcher._workers.all()[0].allowance)
+    second = world.ask()
+    await flying(worker, 1)
+    assert worker.items[0].degrade == "lower_precision"
+    worker.reply(worker.items[0])
+    await second
+    world.clean()
+
+
+async def test_a_degraded_request_that_is_back_in_line_stays_what_it_is(world: World) -> None:
+    world.model(degrade=(("lower_precision", 2),))
+    worker = await world.worker(answer=None, degrade=("lower_precision",))
+    world.devices = [device(watermark=0.95)]
+    await world.tell()
+    asked = world.ask()
+    await flying(worker, 1)
+    worker.rows = 0
+    worker.busy(worker.items[0])
+    dispatcher = world.door.dispatcher
+    await until(lambda: dispatcher.queued() == {"m": 1})
+    (lane,) = dispatcher._active
+    dispatcher._spill(lane, time.monotonic())
+    assert dispatcher.queued() == {"m": 1}
+    assert lane.served.degraded == {"lower_precision": 1}
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert lane.served.degraded == {"lower_precision": 0}
     world.clean()
 
 
@@ -444,10 +585,10 @@ async def test_what_has_not_begun_at_a_suspect_worker_goes_to_another(world: Wor
     await until(lambda: first.recalled)
     assert first.recalled == [first.items[1].id]
     first.reply(first.items[1], status="cancelled", started=False)
-    assert (await waits).slot == "gpu1"
+    assert (await waits).answer.text == "gpu1"
     assert second.frames == 1
     first.reply(first.items[0])
-    assert (await stuck).slot == "gpu0"
+    assert (await stuck).answer.text == "gpu0"
     world.clean()
 
 
@@ -753,15 +894,13 @@ async def test_a_block_comes_back_from_the_queue(world: World) -> None:
 async def test_what_fits_as_soon_as_our_own_work_is_done_waits_instead_of_being_shed(
     world: World,
 ) -> None:
-    world.model(peaks={"4/fp32/1": 500})
+    world.model(peaks={"4/fp32/1": 700})  # 0.1 + 0.7, but twice that while the first one runs
     worker = await world.worker(answer=None)
     await world.tell()
-    part = wire.Part("x", b"\0" * 16, "FP32", (1, 4))
     calls = []
     for _ in range(2):
         call = world.call()
-        call.parts = (part,)
-        call.cost = 700  # 0.1 + 0.7, but 0.1 + 0.7 + 0.7 while the first one runs
+        call.parts = (zeros(4),)
         calls.append(asyncio.create_task(world.door.infer(call)))
         await flying(worker, 1)
     assert not any(task.done() for task in calls)
@@ -772,17 +911,15 @@ async def test_what_fits_as_soon_as_our_own_work_is_done_waits_instead_of_being_
 
 async def test_what_was_let_wait_is_shed_when_nothing_is_left_to_wait_for(world: World) -> None:
     """The device is calm by itself; only this request would be too much, now and later."""
-    world.model(peaks={"4/fp32/1": 500})
+    world.model(peaks={"4/fp32/1": 500, "8/fp32/1": 700})
     worker = await world.worker(answer=None)
     await world.tell()
-    part = wire.Part("x", b"\0" * 16, "FP32", (1, 4))
     first = world.call()
-    first.parts = (part,)
+    first.parts = (zeros(4),)
     running = asyncio.create_task(world.door.infer(first))
     await flying(worker, 1)
     second = world.call()
-    second.parts = (part,)
-    second.cost = 700
+    second.parts = (zeros(8),)
     waiting = asyncio.create_task(world.door.infer(second))
     await asyncio.sleep(0)
     # Meanwhile somebody else has taken memory for good.

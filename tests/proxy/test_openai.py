@@ -11,15 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpusup.proxy import openai
+from gpusup.proxy import openai, v2_checks
 from gpusup.proxy.errors import (
     DeadlineExceeded,
+    InputTooLarge,
     ModelFailed,
     ModelNotFound,
     ProxyError,
     QueueFull,
     Unauthorized,
 )
+from gpusup.proxy.generate_routes import read_generate, read_raw
+from gpusup.proxy.raw_codec import JSON
 from gpusup.worker.wire import Part
 
 HI = [{"role": "user", "content": "hi there"}]
@@ -166,3 +169,17 @@ def test_any_body_is_read_or_refused(body: bytes, kind: str) -> None:
     except ProxyError as error:
         refused = error
     assert refused is None or refused.status in (400, 413)
+
+
+def test_what_is_for_the_model_is_bounded() -> None:
+    """It travels inside a frame, and a frame has a limit."""
+    limit = v2_checks.PARAMS_LIMIT
+    read(tools=["x" * (limit - 100)])
+    large = "x" * limit
+    for refuse in (
+        lambda: read(tools=[large]),
+        lambda: read_generate(json.dumps({"text_input": "", "tools": large}).encode(), 64),
+        lambda: read_raw(json.dumps({"prompt": "", "tools": large}).encode(), JSON, 64),
+    ):
+        with pytest.raises(InputTooLarge, match=f"bytes, {limit} are allowed"):
+            refuse()

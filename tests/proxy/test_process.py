@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -71,7 +72,8 @@ class Supervisor:
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:
     supervisor = Supervisor()
-    await supervisor.start(Config(server=ServerConfig(arena=2**20)))
+    # The notice is long enough for whoever asks whether it leaves to be told so.
+    await supervisor.start(Config(server=ServerConfig(arena=2**20, drain_notice=5.0)))
     yield supervisor
     await supervisor.close()
 
@@ -85,6 +87,11 @@ def snapshot(worker: FakeWorker) -> swire.Snapshot:
 
 def title_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0")
+
+
+async def readiness(session: aiohttp.ClientSession) -> tuple[int, dict[str, Any]]:
+    async with session.get("/readyz") as response:
+        return response.status, await response.json()
 
 
 async def test_it_serves_reports_and_ends_when_told(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -115,8 +122,14 @@ async def test_it_serves_reports_and_ends_when_told(supervisor: Supervisor, tmp_
         worker.answer = None
         late = asyncio.create_task(session.post("/predictions/m", data=b"x").__aenter__())
         await until(lambda: worker.items)
-        supervisor.say(swire.StopProxy(5.0))
-        await asyncio.sleep(0.05)
+        # A connection of its own, made before: a proxy that leaves accepts none.
+        async with aiohttp.ClientSession(supervisor.url) as other:
+            assert (await readiness(other))[0] == 200
+            supervisor.say(swire.StopProxy(5.0))
+            async with asyncio.timeout(5):
+                while (told := await readiness(other))[0] == 200:  # noqa: ASYNC110 (it tells nobody)
+                    await asyncio.sleep(0.001)
+            assert (told[0], told[1]["reason"]) == (503, "draining")
         worker.reply(
             worker.items[0], parts=(wire.Part("o", b"2", content_type="application/json"),)
         )

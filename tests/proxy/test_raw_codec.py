@@ -282,3 +282,21 @@ def test_the_most_specific_range_counts() -> None:
     assert accept.wants_events("text/event-stream")
     assert not accept.wants_events("*/*")
     assert not accept.wants_events(None)
+
+
+def test_fields_and_their_names_are_bounded() -> None:
+    """What is no bulk travels inside a frame, and a frame has a limit."""
+    more = {f"f{n}": n for n in range(255)}
+    body = {"image": {"b64": "QQ=="}, **more}
+    assert len(decode(json.dumps(body).encode(), "application/json").parts) == 256
+    body["last"] = {}
+    with pytest.raises(InvalidInput, match="257 fields, 256 are allowed"):
+        decode(json.dumps(body).encode(), "application/json")
+    long = "n" * 20_000
+    for said in (
+        {long: 1, "image": {"b64": "QQ=="}},
+        {"b64": "QQ==", "content_type": long},
+        {"image": {"b64": "QQ==", "filename": long}},
+    ):
+        with pytest.raises(InvalidInput, match=r"have 200\d\d characters, 16384 are allowed"):
+            decode(json.dumps(said).encode(), "application/json")

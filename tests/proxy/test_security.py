@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from gpusup.conf.keys import scrypt
+from gpusup.proxy import security
 from gpusup.proxy.errors import Forbidden, Unauthorized
 from gpusup.proxy.security import KeyFileError, KeyRing, RateLimited, hash_key
+
+from .conftest import until
 
 
 class Clock:
@@ -35,12 +41,12 @@ def line(key: str, scheme: str = "sha256") -> str:
     return f'hash = "{hash_key(key, scheme)}"'
 
 
-def test_a_known_key_passes_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_known_key_passes_and_nothing_else(tmp_path: Path) -> None:
     ring = KeyRing(write(tmp_path / "keys", a=line("one"), b=line("two", "scrypt")))
-    assert ring.check(bearer("one")).name == "a"
-    assert ring.check({"X-Api-Key": "one"}).name == "a"
-    assert ring.check(bearer("two")).name == "b"
-    assert ring.check(bearer("two")).name == "b"
+    assert (await ring.check(bearer("one"))).name == "a"
+    assert (await ring.check({"X-Api-Key": "one"})).name == "a"
+    assert (await ring.check(bearer("two"))).name == "b"
+    assert (await ring.check(bearer("two"))).name == "b"
     for headers in (
         {},
         bearer("three"),
@@ -50,28 +56,78 @@ def test_a_known_key_passes_and_nothing_else(tmp_path: Path) -> None:
         {"Authorization": "one"},
     ):
         with pytest.raises(Unauthorized) as caught:
-            ring.check(headers)
+            await ring.check(headers)
         assert caught.value.headers["WWW-Authenticate"].startswith("Bearer")
     assert "one" not in (tmp_path / "keys").read_text()
 
 
-def test_guessing_against_slow_hashes_is_throttled(tmp_path: Path) -> None:
+async def test_guessing_against_slow_hashes_is_throttled(tmp_path: Path) -> None:
     clock = Clock()
     ring = KeyRing(write(tmp_path / "keys", a=line("one", "scrypt")), clock)
     for guess in range(10):
         with pytest.raises(Unauthorized):
-            ring.check(bearer(f"guess {guess}"))
+            await ring.check(bearer(f"guess {guess}"))
     with pytest.raises(RateLimited):
-        ring.check(bearer("one more"))
+        await ring.check(bearer("one more"))
     clock.now += 1
     with pytest.raises(Unauthorized):
-        ring.check(bearer("one more"))
+        await ring.check(bearer("one more"))
 
 
-def test_a_rate_is_kept_and_said(tmp_path: Path) -> None:
+async def test_slow_hashes_hold_up_nobody_and_are_worked_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, calls = threading.Event(), 0
+
+    def slow(key: str, salt: bytes) -> bytes:
+        nonlocal calls
+        calls += 1
+        assert free.wait(10)
+        return scrypt(key, salt)
+
+    monkeypatch.setattr(security, "scrypt", slow)
+    ring = KeyRing(
+        write(tmp_path / "keys", a=line("one", "scrypt"), b=line("two")), clock := Clock()
+    )
+    many = [asyncio.create_task(ring.check(bearer("one"))) for _ in range(20)]
+    await until(lambda: calls)
+    # The loop is free: keys that cost nothing pass meanwhile.
+    assert (await ring.check(bearer("two"))).name == "b"
+    assert not any(task.done() for task in many)
+    many.pop().cancel()  # one that leaves takes nothing from the others
+    free.set()
+    assert {grant.name for grant in await asyncio.gather(*many)} == {"a"}
+    clock.now += 1
+    assert (await ring.check(bearer("one"))).name == "a"
+    assert calls == 1
+
+
+async def test_a_key_that_is_looked_at_while_keys_are_reread_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+
+    def slow(key: str, salt: bytes) -> bytes:
+        assert free.wait(10)
+        return scrypt(key, salt)
+
+    monkeypatch.setattr(security, "scrypt", slow)
+    path = tmp_path / "keys"
+    ring = KeyRing(write(path, a=line("one", "scrypt")))
+    early = asyncio.create_task(ring.check(bearer("one")))
+    await until(lambda: ring._trying)
+    write(path, a=line("other", "scrypt"))
+    ring.reload()
+    free.set()
+    await early
+    with pytest.raises(Unauthorized):
+        await ring.check(bearer("one"))
+
+
+async def test_a_rate_is_kept_and_said(tmp_path: Path) -> None:
     clock = Clock()
     ring = KeyRing(write(tmp_path / "keys", a=line("one") + "\nrate = 2\nburst = 3"), clock)
-    grant = ring.check(bearer("one"))
+    grant = await ring.check(bearer("one"))
     for _ in range(3):
         grant.take()
     with pytest.raises(RateLimited, match="2 requests a second") as caught:
@@ -84,10 +140,9 @@ def test_a_rate_is_kept_and_said(tmp_path: Path) -> None:
         grant.take()
 
 
-def test_open_requests_are_limited(tmp_path: Path) -> None:
-    grant = KeyRing(write(tmp_path / "keys", a=line("one") + "\nconcurrent = 2")).check(
-        bearer("one")
-    )
+async def test_open_requests_are_limited(tmp_path: Path) -> None:
+    ring = KeyRing(write(tmp_path / "keys", a=line("one") + "\nconcurrent = 2"))
+    grant = await ring.check(bearer("one"))
     grant.enter()
     grant.enter()
     with pytest.raises(RateLimited, match="2 requests open, 2 are allowed"):
@@ -96,7 +151,7 @@ def test_open_requests_are_limited(tmp_path: Path) -> None:
     grant.enter()
 
 
-def test_a_key_may_be_for_some_models_only(tmp_path: Path) -> None:
+async def test_a_key_may_be_for_some_models_only(tmp_path: Path) -> None:
     ring = KeyRing(
         write(
             tmp_path / "keys",
@@ -104,31 +159,31 @@ def test_a_key_may_be_for_some_models_only(tmp_path: Path) -> None:
             b=line("two") + "\nadmin = true",
         )
     )
-    ring.check(bearer("one")).permits("m")
+    (await ring.check(bearer("one"))).permits("m")
     with pytest.raises(Forbidden, match="'other'"):
-        ring.check(bearer("one")).permits("other")
+        (await ring.check(bearer("one"))).permits("other")
     with pytest.raises(Forbidden):
-        ring.check(bearer("one")).permits_admin()
-    ring.check(bearer("two")).permits("other")
-    ring.check(bearer("two")).permits_admin()
+        (await ring.check(bearer("one"))).permits_admin()
+    (await ring.check(bearer("two"))).permits("other")
+    (await ring.check(bearer("two"))).permits_admin()
 
 
-def test_reloading_takes_new_keys_and_keeps_counting(tmp_path: Path) -> None:
+async def test_reloading_takes_new_keys_and_keeps_counting(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     ring = KeyRing(write(path, a=line("one")))
-    grant = ring.check(bearer("one"))
+    grant = await ring.check(bearer("one"))
     grant.enter()
     write(path, a=line("new") + "\nconcurrent = 1")
     ring.reload()
     with pytest.raises(Unauthorized):
-        ring.check(bearer("one"))
-    assert ring.check(bearer("new")) is grant
+        await ring.check(bearer("one"))
+    assert (await ring.check(bearer("new"))) is grant
     with pytest.raises(RateLimited):
         grant.enter()
     path.write_text("nonsense")
     with pytest.raises(KeyFileError):
         ring.reload()
-    assert ring.check(bearer("new")) is grant
+    assert (await ring.check(bearer("new"))) is grant
 
 
 @pytest.mark.parametrize(

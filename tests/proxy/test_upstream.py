@@ -32,7 +32,11 @@ def test_work_that_comes_before_the_transport_goes_out_with_it() -> None:
     welcome = wire.DataWelcome(1, "cpu0", 1, "m", "1", wire.Load(0, 0, 4, 0.0))
     greeted = Greeted(sock, welcome, None, b"")  # type: ignore[arg-type]
     connection = Connection(
-        greeted, answered=lambda frame: None, lost=lambda: None, paused=lambda paused: None
+        greeted,
+        answered=lambda frame: None,
+        lost=lambda: None,
+        paused=lambda paused: None,
+        refused=lambda id, text: None,
     )
     connection.add(item(1))
     connection.flush()

@@ -88,7 +88,7 @@ def test_every_datatype_goes_in_and_out_as_json_and_as_binary(datatype: str) -> 
     assert request.parts == (part,)
     answer = v2.encode(request.parts, request, "m", "1")
     assert answer.header_length == len(answer.json)
-    assert answer.join() == answer.json + data_of(part)
+    assert answer.tensors == (data_of(part),)
     assert json.loads(answer.json)["outputs"][0]["parameters"] == {
         "binary_data_size": len(data_of(part))
     }
@@ -126,7 +126,7 @@ def test_bytes_elements_keep_zeros_and_may_be_empty() -> None:
     with pytest.raises(InvalidInput, match="binary_data"):
         v2.encode(request.parts, request, "m", "1")
     request.binary = True
-    assert v2.encode(request.parts, request, "m", "1").join().endswith(packed)
+    assert v2.encode(request.parts, request, "m", "1").tensors == (packed,)
 
 
 def test_strings_travel_as_utf8() -> None:
@@ -539,7 +539,7 @@ def survives(body: bytes, length: str | None, specs: list[TensorSpec]) -> None:
         request = v2.decode(body, length, inputs=specs, limit=4096)
         for binary in (True, False):
             request.binary = binary
-            v2.encode(request.parts, request, "m", "1").join()
+            v2.encode(request.parts, request, "m", "1")
     except ProxyError as error:
         refused = error
     if refused is not None:
@@ -563,3 +563,18 @@ def test_any_document_is_decoded_or_refused(
 ) -> None:
     text = json.dumps(document).encode()
     survives(text + tail, str(len(text)) if exact else None, specs)
+
+
+def test_the_inputs_are_counted() -> None:
+    def document(count: int) -> dict[str, Any]:
+        inputs = [
+            {"name": f"i{n}", "shape": [1], "datatype": "UINT8", "data": [n % 256]}
+            for n in range(count)
+        ]
+        return {"inputs": inputs}
+
+    assert len(decode(document(v2.MOST_INPUTS)).parts) == v2.MOST_INPUTS
+    with pytest.raises(InvalidInput, match="257 inputs, 256 are allowed"):
+        decode(document(v2.MOST_INPUTS + 1))
+    declared = [TensorSpec(name=f"i{n}", datatype="UINT8", shape=()) for n in range(300)]
+    assert len(decode(document(300), inputs=declared).parts) == 300
