@@ -28,15 +28,6 @@ _COPY: Final = 8 * 2**20
 
 Pair = tuple[Entry, wire.Answer]
 
-_STATUS: Final[dict[str, wire.Status]] = {
-    "invalid": "invalid",
-    "too_large": "too_large",
-    "oom": "oom",
-    "failed": "failed",
-    "rows": "failed",
-    "sticky": "failed",
-}
-
 
 @dataclass(slots=True)
 class Whole:
@@ -81,7 +72,7 @@ class Answers:
             entry,
             wire.Answer(
                 entry.item.id,
-                _STATUS[failure.kind],
+                failure.status,
                 text=failure.text,
                 queue_s=began - entry.arrived if began else 0.0,
                 compute_s=took,
@@ -198,7 +189,7 @@ class _Batch:
             parts = outcome
         except Exception as error:
             failure = failure_of(error)
-            status, text = _STATUS[failure.kind], failure.text
+            status, text = failure.status, failure.text
         return entry, wire.Answer(
             item.id,
             status,
@@ -232,7 +223,7 @@ class _Batch:
             key: Any = unit.key
             piece = piece.trimmed(key.tensors[0][1], placed.true_size)
         if split:
-            whole: Whole = entry.notes["whole"]
+            whole: Whole = entry.whole
             ready = whole.add(unit.first, piece.copied())
             if ready is None:
                 return None

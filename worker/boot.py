@@ -27,7 +27,7 @@ from . import wire
 from .control import ControlLink, connect
 from .data import DataServer
 from .entry import EngineLike, Fence, LoadProblem
-from .handlers import import_attribute
+from .handlers import import_attribute, use_environment
 from .model import ConfigProblem
 from .progress import Writer
 from .streams import Loop, complain
@@ -167,10 +167,12 @@ class Terminate:
         return self._engine is not None
 
     def _woken(self, events: int) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             # A handler of the model's may bring other signals here; only TERM is ours.
             if signal.SIGTERM not in self._ours.recv(4096):
                 return
+        except BlockingIOError:
+            return  # nothing came
         if self._engine is None:
             leave(0)  # still loading: nobody waits for anything
         self._engine.stop()
@@ -213,11 +215,8 @@ def settle(spec: wire.WorkerSpec, parent: int) -> None:
         score.write("500")
     for name in [*THREAD_VARIABLES, *_SYSTEMD, *(n for n in os.environ if n.startswith("LISTEN_"))]:
         os.environ.pop(name, None)
-    os.environ.update(spec.env)
+    use_environment(spec.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.device_uuid if spec.device == "cuda" else ""
-    for folder in reversed(spec.env.get("PYTHONPATH", "").split(os.pathsep)):
-        if folder and folder not in sys.path:  # too late for the interpreter to see it by itself
-            sys.path.insert(0, folder)
     setproctitle.setproctitle(
         f"gpusup: worker {spec.slot} {spec.model}@{spec.version} (generation {spec.generation})"
     )

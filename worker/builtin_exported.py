@@ -30,7 +30,7 @@ class Exported(Model):
         if not self.weights:
             raise ConfigProblem("weights: names no file")
         self.program = load_program(Path(self.weights), device)
-        # An exported program is captured by torch's own rules; a script may do anything.
+        # A script's file says nothing of its inputs: then there are none.
         self.examples = self.program.examples
 
     def state_dict(self) -> Mapping[str, torch.Tensor] | None:

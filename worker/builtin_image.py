@@ -27,9 +27,9 @@ import torch
 from .builtin_exported import load_program
 from .handlers import import_attribute
 from .images import decode_image
+from .loader import PRECISIONS
 from .model import ConfigProblem, InvalidInput, Model, Request, Tensor
 
-DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _WHOLE: Final = (".pt2", ".ts", ".torchscript")
 
 
@@ -46,7 +46,7 @@ class ImageClassifier(Model):
         path = Path(self.weights)
         if not self.weights:
             raise ConfigProblem("weights: names no file")
-        kind = DTYPES.get(self.dtype, torch.float32)
+        kind = PRECISIONS.get(self.dtype, torch.float32)
         network = str(self.settings.get("network", ""))
         if path.suffix in _WHOLE or not network:
             self.net = load_program(path, device)

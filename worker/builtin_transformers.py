@@ -22,9 +22,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from .loader import PRECISIONS
 from .model import ConfigProblem, InvalidInput, Model, Request
-
-DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 #: Token counts that texts are padded to: few shapes, so that batches form and graphs pay.
 LENGTHS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -45,7 +44,7 @@ class _Text(Model):
         folder = Path(self.weights)
         if not self.weights or not folder.is_dir():
             raise ConfigProblem(f"weights: expected a folder with a model, got {self.weights!r}")
-        kind = DTYPES.get(self.dtype)
+        kind = PRECISIONS.get(self.dtype)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True

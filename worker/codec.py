@@ -35,7 +35,6 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<I")
-_PLAIN_JSON = msgspec.json.Encoder()
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -15,9 +15,10 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 import torch
 
+from . import wire
 from .batcher import Unit
 from .device import Device, is_oom, is_sticky, tried_bytes
-from .model import InvalidInput
+from .model import InvalidInput, overrides
 from .outputs import Outputs, WrongRows, joined, outputs_of
 from .pool import Key, Pool, Slab, place, zero_rest
 from .profile import Profile
@@ -28,12 +29,26 @@ _TEXT_LIMIT: Final = 300
 #: For how long a batch size that did not fit is not tried again.
 _REMEMBER_S: Final = 60.0
 
+_STATUS: Final[dict[str, wire.Status]] = {
+    "invalid": "invalid",
+    "too_large": "too_large",
+    "oom": "oom",
+    "failed": "failed",
+    "rows": "failed",
+    "sticky": "failed",
+}
+
 
 @dataclass(slots=True)
 class Failure:
     kind: Literal["invalid", "too_large", "failed", "rows", "oom", "sticky"]
     text: str
     asked: int = 0  # bytes, oom
+
+    @property
+    def status(self) -> wire.Status:
+        """What the client is answered."""
+        return _STATUS[self.kind]
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -148,7 +163,7 @@ class Runner:
             extra["sizes"] = self.sizes(units)
         if not key.degrade:
             return self.model.forward(batch, **extra)
-        if key.degrade == "lower_precision" and not _own(self.model, "forward_degraded"):
+        if key.degrade == "lower_precision" and not overrides(self.model, "forward_degraded"):
             kind = self.device.torch.type
             lower = torch.float16 if kind == "cuda" else torch.bfloat16
             with torch.autocast(kind, dtype=lower):
@@ -186,7 +201,7 @@ class Runner:
         """The units' rows as one tensor (or a dict of them). A lone unit's is not copied."""
         if len(units) == 1 and units[0].notes.fits:
             whole = rows_of(units[0])
-            return _as_given(whole), None
+            return as_given(whole), None
         slab = self.pool.lease(key)
         batch: dict[str, Any] = {}
         try:
@@ -213,10 +228,10 @@ class Runner:
             raise
         if slab is not None:
             slab.dirty = rows
-        return _as_given(batch), slab
+        return as_given(batch), slab
 
 
-def _as_given(batch: dict[str, Any]) -> Any:
+def as_given(batch: dict[str, Any]) -> Any:
     """As `forward` takes it: a single input has no name."""
     return batch.get("", batch)
 
@@ -239,13 +254,6 @@ def rows_of(unit: Unit) -> dict[str, Any]:
         return tensors
     last = unit.first + unit.rows
     return {name: tensor[unit.first : last] for name, tensor in tensors.items()}
-
-
-def _own(model: Any, name: str) -> bool:
-    """Whether the handler's class overrides what the base class has."""
-    from .model import Model
-
-    return getattr(type(model), name, None) is not getattr(Model, name)
 
 
 @dataclass(slots=True)

@@ -37,10 +37,6 @@ class Crew:
         for _ in self._threads:
             self._queue.put(None)
 
-    def join(self, timeout: float) -> None:
-        for thread in self._threads:
-            thread.join(timeout)
-
     def _work(self) -> None:
         while True:
             task = self._queue.get()

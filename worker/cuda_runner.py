@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .batcher import Unit
-from .compute import Flight, Runner, fill, one_line, rows_of
+from .compute import Flight, Runner, as_given, fill, one_line, rows_of
 from .device import Device
 from .graphs import LARGE, Graphs, on_gpu
 from .outputs import Outputs, outputs_of
@@ -137,7 +137,7 @@ class CudaRunner(Runner):
                 batch = self._loose(flight, key, units, rows)
             else:
                 padded = rows if captured is None else captured.rows
-                batch = self._into_slab(flight, slab, key, units, rows, padded)
+                batch = self._into_slab(flight, slab, units, rows, padded)
             copied.record(self.copy)
         flight.end = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
@@ -184,7 +184,6 @@ class CudaRunner(Runner):
         self,
         flight: CudaFlight,
         slab: Slab,
-        key: Key,
         units: Sequence[Unit],
         rows: int,
         padded: int,
@@ -194,7 +193,7 @@ class CudaRunner(Runner):
         for name in slab.device:
             items = [rows_of(unit)[name] for unit in units]
             target = slab.device[name]
-            zero_rest(target, rows, max(dirty, 0))
+            zero_rest(target, rows, dirty)
             if direct:
                 flight.keep.append(items)
                 _copy_each(slab, name, items)
@@ -221,7 +220,7 @@ class CudaRunner(Runner):
                 fill(host, items, units)
             flight.keep.append(host)
             batch[name] = host.to(self.device.torch, non_blocking=True)
-        return batch[""] if "" in batch else batch  # noqa: SIM401 - a tensor has no truth
+        return as_given(batch)
 
     def _abandon(self, flight: CudaFlight) -> None:
         """Nothing may write into a slab, or read an arena, that is given back."""

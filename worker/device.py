@@ -179,16 +179,9 @@ class Cpu:
             return
 
     def peak(self) -> int:
-        high = resident = 0
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    high = int(line.split()[1]) * 1024
-                elif line.startswith("VmRSS:"):
-                    resident = int(line.split()[1]) * 1024
-                    break
-        now = self.allocated()
-        return now + max(0, high - resident)
+        status = _status()
+        above = _bytes(status, "VmHWM") - _bytes(status, "VmRSS")
+        return self.allocated() + max(0, above)
 
     def check_room(self, cost: int) -> None:
         if not self._cap:
@@ -217,8 +210,9 @@ class Cpu:
             f"static {self.static} bytes",
             f"cap {self._cap or 'none'}",
         ]
-        with open("/proc/self/status") as file:
-            lines += [line.strip() for line in file if line.startswith(("Vm", "Rss", "Threads"))]
+        for name, value in _status().items():
+            if name.startswith(("Vm", "Rss", "Threads")):
+                lines.append(f"{name}:{value}")
         return "\n".join(lines)
 
     def release(self) -> None:
@@ -230,17 +224,24 @@ class Cpu:
     def _limit_data(self, cap: int) -> None:
         """Let the kernel refuse what passes the cap, so that one allocation fails and not the
         machine: a batch's cost is known beforehand only if its shape was seen before."""
-        mapped = 0
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmData:"):
-                    mapped = int(line.split()[1]) * 1024
+        mapped = _bytes(_status(), "VmData")
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = mapped + max(0, cap - self.allocated()) + _SLACK
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)
         self._old_limit = (soft, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _status() -> dict[str, str]:
+    """The fields of /proc/self/status as they stand there: "VmRSS" is "\\t   1234 kB"."""
+    with open("/proc/self/status") as file:
+        fields = (line.rstrip().partition(":") for line in file)
+        return {name: value for name, _, value in fields}
+
+
+def _bytes(status: dict[str, str], name: str) -> int:
+    return int(status[name].split()[0]) * 1024 if name in status else 0
 
 
 class Cuda:

@@ -65,7 +65,7 @@ class Engine:
         # only as full as what the proxies can send between one answer and its launch.
         batches = self._loaded.runner.depth + 1
         self._desk.budget_rows = batches * self._loaded.settings.max_rows
-        self._desk.methods = frozenset(self._loaded.methods)
+        self._desk.methods = frozenset(self._loaded.ready.methods)
         self._loop = Loop(self._spec, self._loaded, self._desk, self._bell, self._running)
         return self._loaded.ready
 
@@ -116,6 +116,9 @@ class Engine:
                 return
             if arenas.register(connection, arena):
                 self._loop.intake.registered(arenas.connections())
+                if connection in self._dropped:  # meanwhile, and its arena was let go in vain
+                    self._loop.leaving.add(connection)
+                    self._bell.ring()
 
         threading.Thread(target=register, name="arena", daemon=True).start()
 

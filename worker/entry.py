@@ -7,7 +7,7 @@ The socket side makes entries and hands them to `EngineLike.offer`; the engine a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from . import wire
@@ -29,7 +29,7 @@ class Entry:
     tensor: Any = None  # decoded: a torch tensor, or a dict of them by name
     bucket: Any = None
     credit: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
+    whole: Any = None  # answers.Whole, of an item that was split
     decode_s: float = 0.0
 
     def data(self, part: wire.Part) -> memoryview:

@@ -7,6 +7,8 @@ A `.npz` holds the inputs by name and the outputs as `out.<name>`; a `.json` hol
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +19,17 @@ from .entry import LoadProblem
 from .outputs import Outputs
 
 _OUT: Final = "out."
+#: What reading raises where a file is none of these, or is cut or broken.
+_UNREADABLE: Final = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 Arrays = dict[str, Any]
 
@@ -28,7 +41,7 @@ def read(path: str) -> tuple[Arrays, Arrays]:
             return _read_json(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: torch.from_numpy(file[name].copy()) for name in file.files}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise LoadProblem("config", f"cannot read the golden example {path}: {error}") from error
     inputs = {name: value for name, value in arrays.items() if not name.startswith(_OUT)}
     outputs = {

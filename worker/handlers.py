@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,21 @@ def load_handler(handler: str) -> type[Model]:
             "config", f"{handler}: is no subclass of gpusup.worker.model.Model, but {found!r:.80}"
         )
     return found
+
+
+def equip(model: Model, config: Mapping[str, Any], weights: str) -> None:
+    """What a model may look at in `load`. `config` is its section of the configuration."""
+    model.settings = dict(config.get("settings", {}))
+    model.weights = weights
+    model.dtype = str(config.get("dtype", "model"))
+
+
+def use_environment(env: Mapping[str, str]) -> None:
+    """As if this process had been started with the model's `env`."""
+    os.environ.update(env)
+    for folder in reversed(env.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder and folder not in sys.path:  # too late for the interpreter to see it by itself
+            sys.path.insert(0, folder)
 
 
 def import_attribute(name: str) -> Any:

@@ -16,7 +16,7 @@ from . import wire
 from .codec import DTYPES, NAMES, request_of, shape_text, tensor_of, view_of
 from .compute import Placed
 from .entry import Entry
-from .model import InvalidInput, Model, Tensor
+from .model import InvalidInput, Tensor, overrides
 from .pool import Key, TooLarge, choose, resized
 from .settings import Settings
 
@@ -30,8 +30,8 @@ class Intake:
         self._model = model
         self._settings = settings
         self._declared = {tensor.name: tensor for tensor in settings.inputs}
-        self._own_bucket = type(model).bucket_of is not Model.bucket_of
-        self._decodes = type(model).decode is not Model.decode
+        self._own_bucket = overrides(model, "bucket_of")
+        self._decodes = overrides(model, "decode")
         #: (shape with rows, dtype, degrade) of a lone tensor -> rows, true size, key, fits.
         self._quick: dict[tuple[Any, ...], tuple[int, tuple[int, ...], Key, bool]] = {}
         self._through = bool(model.tensors_through_decode)
@@ -170,11 +170,10 @@ class Intake:
                 )
             rows = tensor.shape[0]
         extra = ""
-        single = tensors.get("")
-        if self._own_bucket and single is not None:
-            extra = str(self._model.bucket_of(single[0] if rows else single))
-        shape = tuple(single.shape[1:]) if single is not None else ()
-        if single is not None:
+        if self._own_bucket and lone is not None:
+            extra = str(self._model.bucket_of(lone[0] if rows else lone))
+        shape = tuple(lone.shape[1:]) if lone is not None else ()
+        if lone is not None:
             with self._sizes_lock:
                 self._sizes[shape] = self._sizes.get(shape, 0) + 1
         kind = tuple((name, tuple(t.shape[1:]), t.dtype) for name, t in tensors.items())
@@ -186,8 +185,8 @@ class Intake:
             self._keys[kind, item.degrade, extra] = cached
         key, fits = cached
         if not fits and self._settings.fit == "resize":
-            assert single is not None
-            tensors = {"": resized(single, key.tensors[0][1])}
+            assert lone is not None
+            tensors = {"": resized(lone, key.tensors[0][1])}
             fits = True
         if not fits and entry.request is not None:
             entry.request.true_size = shape

@@ -42,6 +42,9 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 
+#: What a model's `dtype` names; with "model" the weights stay as they are.
+PRECISIONS: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 #: Told how many bytes have just been read, from any thread. The worker's start-up listens.
 Moved = Callable[[int], None]
 
@@ -161,11 +164,10 @@ def _read(path: str | Path, header: Header, flat: torch.Tensor) -> None:
             _fill(fd, memoryview(target.numpy()), header.data_offset + start, path)
         else:
             buffer, stream = _gear(own, min(CHUNK, total))
-            stream.synchronize()  # the last chunk has left the buffer
             _fill(fd, memoryview(buffer[:count].numpy()), header.data_offset + start, path)
             with torch.cuda.stream(stream):
                 target.copy_(buffer[:count], non_blocking=True)
-            # The buffer goes with its thread; nothing may still be reading it then.
+            # The next chunk comes into the same buffer, and it goes with its thread.
             stream.synchronize()
         _listener.tell(count)
 

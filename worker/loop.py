@@ -331,7 +331,7 @@ class Loop:
             text = f"{placed.rows} rows in one request, the limit is {limit}"
             self._answers.fail(entry, Failure("invalid", text))
         else:
-            entry.notes["whole"] = Whole(placed.rows)
+            entry.whole = Whole(placed.rows)
             for first in range(0, placed.rows, most):
                 self._add(entry, first, min(most, placed.rows - first))
 
@@ -366,7 +366,7 @@ class Loop:
             self._bury_entry(entry)
 
     def _bury_entry(self, entry: Entry) -> None:
-        whole: Whole | None = entry.notes.get("whole")
+        whole: Whole | None = entry.whole
         status: wire.Status = "cancelled" if entry.cancelled else "expired"
         started = whole is not None and whole.begun
         entry.cancelled = True  # its other portions
@@ -393,7 +393,7 @@ class Loop:
             pairs.append((entry.connection, entry.item.id))
             names.append(entry.item.request_id)
             if unit.rows != unit.notes.rows:
-                entry.notes["whole"].begun = True
+                entry.whole.begun = True
         work = self._running.begin(self._budget, pairs, names, rows)
         failure: Failure | None = None
         try:

@@ -222,3 +222,8 @@ class Model:
     def embed(self, texts: Sequence[str], params: Mapping[str, Any]) -> np.ndarray[Any, Any]:
         """(len(texts), size) float32."""
         raise NotImplementedError
+
+
+def overrides(model: Any, name: str) -> bool:
+    """Whether the handler's class has a `name` of its own instead of the base class's."""
+    return getattr(type(model), name) is not getattr(Model, name)

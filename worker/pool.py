@@ -161,9 +161,8 @@ class Pool:
         self._depth = depth
         self._most_keys = most_keys
         self._slabs: dict[Key, list[Slab]] = {}
-        self.bytes = 0
 
-    def lease(self, key: Key, max_rows: int | None = None) -> Slab | None:
+    def lease(self, key: Key) -> Slab | None:
         """A free slab of the key, or None: all are out, or the key has none.
 
         Raises an out-of-memory error if a first slab can't be allocated.
@@ -174,8 +173,7 @@ class Pool:
         if slabs is None:
             if len(self._slabs) >= self._most_keys:
                 return None
-            rows = max_rows or self._max_rows
-            slabs = [self._make(key, rows, slot) for slot in range(self._depth)]
+            slabs = [self._make(key, slot) for slot in range(self._depth)]
             self._slabs[key] = slabs
         for slab in slabs:
             if not slab.leased:
@@ -201,14 +199,13 @@ class Pool:
             raise ValueError(f"slabs of {key.text} are leased")
         self._slabs.pop(key, None)
 
-    def _make(self, key: Key, rows: int, slot: int) -> Slab:
+    def _make(self, key: Key, slot: int) -> Slab:
         device: dict[str, torch.Tensor] = {}
         host: dict[str, torch.Tensor] | None = None if self._device.type == "cpu" else {}
         for name, shape, datatype in key.tensors:
-            size = (rows, *shape)
+            size = (self._max_rows, *shape)
             dtype = DTYPES[datatype]
             device[name] = torch.zeros(size, dtype=dtype, device=self._device)
-            self.bytes += device[name].nbytes
             if host is not None:
                 host[name] = torch.zeros(size, dtype=dtype, pin_memory=True)
         return Slab(device, host, slot)

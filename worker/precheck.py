@@ -22,7 +22,7 @@ from gpusup.conf.safetensors_header import BrokenWeights, read_header
 
 from .entry import LoadProblem
 from .golden import read as read_golden
-from .handlers import load_handler
+from .handlers import equip, load_handler, use_environment
 from .model import ConfigProblem
 
 
@@ -66,9 +66,7 @@ def load_problem(handler: type[Any], config: dict[str, Any], weights: str, versi
 
     try:
         model = handler()
-        model.settings = config.get("settings", {})
-        model.weights = weights
-        model.dtype = config.get("dtype", "model")
+        equip(model, config, weights)
         with torch.device("meta"):
             model.load(torch.device("meta"), version)
     except ConfigProblem as problem:
@@ -91,12 +89,8 @@ def answer_forked(question: bytes, fd: int) -> NoReturn:
     for taken in (0, 1, 2):
         os.dup2(nothing, taken)
     asked = msgspec.msgpack.decode(question)
-    env: dict[str, str] = asked["config"].get("env", {})
-    os.environ.update(env)
+    use_environment(asked["config"].get("env", {}))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for folder in reversed(env.get("PYTHONPATH", "").split(os.pathsep)):
-        if folder and folder not in sys.path:  # too late for the interpreter to see it by itself
-            sys.path.insert(0, folder)
     setproctitle.setproctitle(f"gpusup: check {asked['model']}@{asked['version']}")
     try:
         problem = problem_of(asked["config"], asked["version"])

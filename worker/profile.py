@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import logging
 import os
 import threading
 from pathlib import Path
 from typing import Final
+
+_log = logging.getLogger(__name__)
 
 #: How much an estimate for an unmeasured shape is raised.
 MARGIN: Final = 1.25
@@ -22,7 +25,7 @@ _FORMAT: Final = 1
 
 
 def key_of(bucket: str, rows: int) -> str:
-    """`bucket` is "224x224x3/uint8"; see `compute.bucket_text`."""
+    """`bucket` is "224x224x3/uint8"; see `pool.Key.text`."""
     return f"{bucket}/{rows}"
 
 
@@ -75,14 +78,6 @@ class Profile:
                 self._most[bucket] = max(rows, self._most.get(bucket, 0))
                 self._changed = True
 
-    def buckets(self) -> dict[str, list[int]]:
-        """Measured row counts by bucket."""
-        found: dict[str, list[int]] = {}
-        for key in self.peaks():
-            bucket, _, rows = key.rpartition("/")
-            found.setdefault(bucket, []).append(int(rows))
-        return {bucket: sorted(rows) for bucket, rows in found.items()}
-
     def cost(self, bucket: str, rows: int, elements: int = 0) -> int:
         """Bytes a batch takes above static: measured, else estimated; 0 if nothing is known.
 
@@ -131,7 +126,8 @@ class Profile:
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_text(text)
             os.replace(fresh, path)
-        except OSError:
+        except OSError as error:
+            _log.warning("cannot keep in %s what batches cost: %s", path, error)
             with contextlib.suppress(OSError):
                 fresh.unlink()
 

@@ -119,9 +119,11 @@ class Writer:
             self._write()
             self._table(executing)
 
-    def ok(self) -> None:
+    def again(self, began: float, budget_s: float) -> None:
+        """The clock starts anew; what executes is the same."""
         with self._lock:
-            self._last_ok = time.monotonic()
+            self._batch_started = began
+            self._budget = budget_s
             self._write()
 
     def _table(self, executing: Sequence[tuple[int, int]]) -> None:

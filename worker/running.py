@@ -52,7 +52,7 @@ class Running:
         with self._lock:
             work.began = time.monotonic()
             worst = self._worst()
-            self._page.start(worst.budget, self._pairs(), began=worst.began)
+            self._page.again(worst.began, worst.budget)
 
     def end(self, work: Work) -> None:
         with self._lock:

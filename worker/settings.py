@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import wire
-from .model import Model, Tensor
+from .model import Tensor, overrides
 
 
 @dataclass(slots=True)
@@ -70,17 +70,14 @@ def _tensors(declared: Any) -> tuple[Tensor, ...]:
 
 
 def methods_of(model: Any) -> list[wire.Method]:
-    def own(name: str) -> bool:
-        return getattr(type(model), name, None) is not getattr(Model, name)
-
     found: list[wire.Method] = []
-    if own("forward"):
+    if overrides(model, "forward"):
         found.append("predict")
-    if own("embed"):
+    if overrides(model, "embed"):
         found.append("embed")
-    if own("generate"):
+    if overrides(model, "generate"):
         found.append("generate")
-    if own("generate") or own("chat"):
+    if overrides(model, "generate") or overrides(model, "chat"):
         found.append("chat")
     return found
 

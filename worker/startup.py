@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from . import progress, wire
 from .compute import Runner, one_line
 from .device import Device, open_device
 from .entry import LoadProblem
-from .handlers import load_handler
+from .handlers import equip, load_handler
 from .loader import on_moved, prefetch
-from .model import Model, Tensor
+from .model import Tensor, overrides
 from .profile import Profile
 from .settings import Settings, methods_of, settings_of
 from .warmup import WarmUp, as_problem
@@ -38,7 +38,6 @@ class Loaded:
     profile: Profile
     runner: Runner
     ready: wire.WorkerReady
-    methods: list[wire.Method] = field(default_factory=list)
 
 
 class Startup:
@@ -124,7 +123,7 @@ class Startup:
             platform=str(getattr(model, "platform", "pytorch_eager")),
             seconds={name: round(took, 4) for name, took in self.seconds.items()},
         )
-        return Loaded(model, device, settings, profile, runner, ready, methods)
+        return Loaded(model, device, settings, profile, runner, ready)
 
     def _moved(self, count: int) -> None:
         """From the loader's threads."""
@@ -152,9 +151,8 @@ class Startup:
             raise
         except Exception as error:
             raise LoadProblem("config", f"cannot use handler {name}: {_where(error)}") from error
-        model.settings = dict(spec.config.get("settings", {}))
-        model.weights = weights_of(str(spec.config.get("weights", "")), spec.version)
-        model.dtype = str(spec.config.get("dtype", "model"))
+        weights = weights_of(str(spec.config.get("weights", "")), spec.version)
+        equip(model, spec.config, weights)
         return model
 
     def _prepare(self, model: Any) -> None:
@@ -166,7 +164,7 @@ class Startup:
         before = _resident()
         read = 0
         with self._phase("prepare"), as_problem("prepare"):
-            if type(model).prepare is not Model.prepare:
+            if overrides(model, "prepare"):
                 model.prepare(spec.version)
             elif os.path.isfile(model.weights):
                 read = prefetch(model.weights)

@@ -18,7 +18,6 @@ from . import wire
 from .codec import is_json, parse_json, part_of
 from .compute import failure_of
 from .crew import Crew
-from .device import is_sticky
 from .entry import Entry
 from .model import InvalidInput
 from .running import Running, Work
@@ -114,9 +113,9 @@ class Texts:
             status = stop.status
         except Exception as error:
             failure = failure_of(error)
-            status = _STATUS.get(failure.kind, "failed")
+            status = failure.status
             text = failure.text
-            fatal = failure.text if is_sticky(error) else ""
+            fatal = failure.text if failure.kind == "sticky" else ""
         finally:
             self._running.end(work)
         self._answer(
@@ -137,8 +136,7 @@ class Texts:
     def _run(self, entry: Entry, work: Work) -> tuple[wire.Part, ...]:
         item = entry.item
         said = _said(entry)
-        params = {**{k: v for k, v in said.items() if k not in _INPUTS}, **item.params}
-        params = {k: v for k, v in params.items() if k not in _INPUTS}
+        params = {k: v for k, v in {**said, **item.params}.items() if k not in _INPUTS}
         with torch.inference_mode():
             if item.method == "embed":
                 return (_embedding(self._model.embed(_texts(said), params)),)
@@ -187,13 +185,6 @@ def _over(entry: Entry, now: float) -> bool:
     return entry.cancelled or bool(entry.item.deadline and now >= entry.item.deadline)
 
 
-_STATUS: Final[dict[str, wire.Status]] = {
-    "invalid": "invalid",
-    "oom": "oom",
-    "failed": "failed",
-    "rows": "failed",
-    "sticky": "failed",
-}
 #: Names under which the input may come, in the item's parameters, its JSON or its parts.
 _INPUTS: Final = frozenset({"prompt", "text_input", "messages", "input", "texts"})
 

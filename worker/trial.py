@@ -16,18 +16,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from . import progress, wire
+from .boot import ENGINE, one_line
 from .entry import EngineLike, Entry, LoadProblem
-from .handlers import import_attribute
+from .handlers import import_attribute, use_environment
 from .model import ConfigProblem
-
-ENGINE = "gpusup.worker.engine:Engine"
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -71,7 +70,7 @@ def main() -> NoReturn:
 
 def settle(spec: wire.WorkerSpec) -> None:
     """The environment a worker has, before torch looks at it."""
-    os.environ.update(spec.env)
+    use_environment(spec.env)
     if spec.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif spec.device_uuid:
@@ -92,13 +91,11 @@ class Trial:
         make: Callable[..., EngineLike] = import_attribute(ENGINE)
         engine = make(task.spec, page, self._fence)
         engine.on_relief = lambda: None
-        engine.reply_all = reply_all
         ready = engine.load(self._loading, lambda: None)
         self._tell("ready", ready=msgspec.to_builtins(ready))
         if not task.path:
             return 0
         parts = parts_of(task, ready)
-        failed = 0
         asker = threading.Thread(target=self._ask, args=(engine, parts), daemon=True)
         asker.start()
         engine.run()
@@ -155,11 +152,6 @@ class Trial:
         )
 
 
-def reply_all(pairs: Sequence[tuple[Entry, wire.Answer]]) -> None:
-    for entry, answer in pairs:
-        entry.reply(answer)
-
-
 def parts_of(task: Task, ready: wire.WorkerReady) -> tuple[wire.Part, ...]:
     """The request as the front door would send it: bytes, or a `.npy` array as a tensor.
 
@@ -201,10 +193,6 @@ def shown(part: wire.Part) -> dict[str, Any]:
     elif part.content_type.startswith("text/"):
         told["text"] = data[:2000].decode("utf-8", "replace")
     return told
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:1000] or type(error).__name__
 
 
 if __name__ == "__main__":

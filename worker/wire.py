@@ -153,11 +153,6 @@ FromWorker = DataWelcome | Answers
 # -- control: supervisor <-> worker -------------------------------------------------------------
 
 
-class Bucket(Struct, frozen=True, kw_only=True):
-    shape: tuple[int, ...]
-    datatype: str = ""
-
-
 class TensorSpec(Struct, frozen=True, kw_only=True):
     """A declared input or output; `shape` without the rows, -1 is variable."""
 

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from gpusup.conf.schema import ModelConfig
 from gpusup.worker import boot, progress, wire
 from gpusup.worker.entry import LoadProblem
 from gpusup.worker.handlers import import_attribute, load_handler
+
+from .conftest import LIMIT_S
 
 BOTH = pytest.mark.parametrize("how", ["zygote", "exec"])
 HANDLERS = Path(__file__).parents[1] / "handlers.py"
@@ -214,8 +217,13 @@ def test_usr2_shows_where_each_thread_is_even_in_a_hang(house: Any, wait: Any) -
     wait(lambda: worker.progress.read().batches_started == 1)
     os.kill(worker.pid, signal.SIGUSR2)
     said = ""
+    end = time.monotonic() + LIMIT_S
     while "in _answer" not in said or "in beat" not in said:
-        said += os.read(worker.output_fd, 65536).decode()
+        left = max(0.0, end - time.monotonic())
+        assert select.select([worker.output_fd], [], [], left)[0], said
+        piece = os.read(worker.output_fd, 65536)
+        assert piece, said
+        said += piece.decode()
     proxy.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -228,11 +229,11 @@ def test_embeddings_do_not_depend_on_their_neighbours(text_model: Path) -> None:
         assert np.allclose(model.embed([text], {})[0], row, atol=1e-5)
 
 
-def test_without_the_library_the_message_says_what_to_install(tmp_path: Path) -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        from gpusup.worker.builtin_transformers import TextClassification
+def test_without_the_library_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpusup.worker.builtin_transformers import TextClassification
 
-        with pytest.raises(ConfigProblem, match="pip install"):
-            loaded(TextClassification(), tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # not installed, wherever this runs
+    with pytest.raises(ConfigProblem, match="pip install"):
+        loaded(TextClassification(), tmp_path)

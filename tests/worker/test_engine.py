@@ -662,6 +662,41 @@ def test_a_golden_example_that_is_off_says_by_how_much(make: Make, tmp_path: Pat
     assert caught.value.cause == "golden"
 
 
+@pytest.mark.parametrize("kept", [0, 100])
+def test_a_golden_example_that_was_cut_off_is_a_wrong_configuration(
+    make: Make, tmp_path: Path, kept: int
+) -> None:
+    path = Path(golden(tmp_path, 2.0))
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(LoadProblem, match=f"cannot read the golden example {path}") as caught:
+        make("Double", golden=str(path)).load()
+    assert caught.value.cause == "config"
+
+
+def test_an_arena_that_was_registered_too_late_is_let_go(make: Make) -> None:
+    from gpusup.worker.cuda_runner import Arenas
+
+    registered = threading.Event()
+
+    class Slow(Arenas):
+        def register(self, connection: int, arena: memoryview) -> bool:
+            """CUDA's part lasts until the loop has let go of what it knew of."""
+            served.engine.drop(connection)
+            served.until(lambda: not served.engine._loop.leaving)
+            self._pointers[connection] = 1
+            registered.set()
+            return True
+
+        def unregister(self, connection: int) -> None:
+            self._pointers.pop(connection, None)
+
+    served = make("Double").start()
+    arenas = served.engine._loop.arenas = Slow()
+    served.engine.map_arena(5, memoryview(b"x"))
+    assert registered.wait(engines.LIMIT_S)
+    served.until(lambda: not arenas.connections())
+
+
 def test_peaks_are_measured_kept_and_used_again(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "state" / "m.json"
     settings = {"weights_mib": 0}

@@ -40,11 +40,14 @@ def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
     assert not profile.covers("a", 1)
 
 
-def test_a_place_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     profile = Profile(str(tmp_path / "file" / "m.json"))
     profile.learn("a/FP32", 1, 1)
     profile.save()
+    assert f"cannot keep in {tmp_path}/file/m.json what batches cost: " in caplog.text
 
 
 def test_the_greatest_peak_counts() -> None:
