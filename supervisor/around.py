@@ -126,7 +126,7 @@ class Around:
     def check(self, change: str, assignment: act.Assignment) -> None:
         self.check_model.start(change, assignment)
 
-    def was_host_oom(self, pid: int) -> bool:
+    def was_host_oom(self) -> bool:
         return self.host_oom.happened()
 
     def tidy(self, slot: str, generation: int) -> None:

@@ -16,10 +16,7 @@ from .actions import Assignment
 from .layout import DevicePlace
 from .ledger import Ledger, OverCommitted
 from .life import Life, State
-
-#: What a successor needs on a GPU while it only prepares: its CUDA context (DESIGN 6).
-CONTEXT_BYTES: Final = 640 * 2**20
-
+from .placement import CONTEXT_BYTES
 
 #: Of a device's memory, for all its workers together; the rest is the driver's.
 CAP_SHARE: Final = 0.96
@@ -32,7 +29,6 @@ class Device:
     known: bool = False
     lost: str = ""
     fault: str = ""
-    processes: int = 0
 
 
 class Books:
@@ -80,8 +76,9 @@ class Books:
         key = (life.assignment.model, life.assignment.version, kind)
         peak = max([*life.peaks.values(), life.assignment.config.peak])
         self._measured_as[key] = life.assignment.config
-        # torch does not count the context, and can't say how large it is.
-        context = memory.context or (CONTEXT_BYTES if kind == "cuda" else 0)
+        # torch does not count the context, and can't say how large it is. The driver may, but a
+        # figure that changes with what is loaded later is no base for a plan.
+        context = CONTEXT_BYTES if kind == "cuda" else 0
         self.learned[key] = (memory.static + context, peak)
         self.ledger.settle(life.slot, life.generation, *self.learned[key])
 

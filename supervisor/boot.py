@@ -10,7 +10,7 @@ from typing import Final
 from gpusup.conf.schema import Config, ModelConfig
 
 from .actions import Assignment
-from .devices import CpuDevice, cpu_devices
+from .devices import CpuDevice, Places, cpu_devices
 from .layout import DevicePlace, Fits
 from .placement import Marks, workers_per_device
 from .probe_link import ProbeLink
@@ -18,8 +18,6 @@ from .probe_link import ProbeLink
 log = logging.getLogger("gpusup.supervisor")
 
 DISCOVER_S: Final = 30.0
-
-Places = dict[str, tuple[DevicePlace, CpuDevice | None]]
 
 
 async def devices_here(config: Config, probe: ProbeLink) -> Places:
@@ -52,9 +50,7 @@ async def devices_here(config: Config, probe: ProbeLink) -> Places:
 
 def fit_rule(config: Config, size_of: Callable[[Assignment, str], int]) -> Fits:
     """`workers = "auto"`: one, or where the model's use is declared, as many as fit by the rule."""
-    marks = Marks(
-        queue=config.watermark.queue, shed=config.watermark.shed, safety=config.devices.safety
-    )
+    marks = Marks.of(config)
 
     def fits(name: str, model: ModelConfig, device: DevicePlace, sharing: int) -> int:
         if device.kind == "cpu" or not model.static:

@@ -21,13 +21,13 @@ from .around import Around
 from .boot import DISCOVER_S, devices_here, fit_rule
 from .change import ChangeState, Task
 from .check_model import ModelCheck, size_of
-from .commands import Conflict
+from .commands import CommandError, Conflict
 from .control import Control
 from .dashboard_server import Dashboard, DashboardError
 from .events import CheckDone, DeviceFaulted, DriverSeen
 from .evidence import Evidence
 from .family import Family
-from .fleet import Fleet
+from .fleet import Fleet, Refused
 from .from_proxies import FromProxies
 from .handover import Carried
 from .host_oom import HostOom
@@ -310,8 +310,10 @@ class Box(Around, Evidence):
             return  # the file has only just been read
         try:
             self.reload_config()
-        except Exception as error:
+        except (CommandError, Refused) as error:
             log.error("configuration not reloaded: %s", error)
+        except Exception:
+            log.exception("configuration not reloaded")
 
     def reread(self) -> None:
         logs_of_conf.reopen()
@@ -320,8 +322,8 @@ class Box(Around, Evidence):
     def reload_config(self) -> list[str]:
         return reconfigure(self)
 
-    def resolve_wish(self, model: str, wish: ReloadWish) -> ReloadWish:
-        return resolve_wish(self, model, wish)
+    def resolve_wish(self, wish: ReloadWish) -> ReloadWish:
+        return resolve_wish(self, wish)
 
     def restart_proxy(self, name: str) -> str:
         """Replace one: the new one listens before the old one stops. Returns the change's id."""

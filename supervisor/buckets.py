@@ -53,8 +53,11 @@ def _fits(shape: Shape, bucket: Shape) -> bool:
     return all(s <= b for s, b in zip(shape, bucket, strict=True))
 
 
-def best(seen: Mapping[Shape, int], count: int) -> list[Shape]:
-    """At most `count` buckets with the least padding for shapes of one rank."""
+def best(seen: Mapping[Shape, int], most: int) -> list[list[Shape]]:
+    """The buckets with the least padding for shapes of one rank: with one, two, ... up to `most`.
+
+    The list ends earlier where there are not so many shapes.
+    """
     shapes = _merged(seen)
     ordered = sorted(shapes, key=lambda s: (area(s), s))
     n = len(ordered)
@@ -71,7 +74,7 @@ def best(seen: Mapping[Shape, int], count: int) -> list[Shape]:
     infinite = float("inf")
     table = [[0.0] + [infinite] * n]
     back: list[list[int]] = [[0] * (n + 1)]
-    for _ in range(min(count, n)):
+    for _ in range(min(most, n)):
         row, pointers = [0.0] + [infinite] * n, [0] * (n + 1)
         for j in range(1, n + 1):
             for i in range(j):
@@ -79,15 +82,20 @@ def best(seen: Mapping[Shape, int], count: int) -> list[Shape]:
                     row[j], pointers[j] = price, i
         table.append(row)
         back.append(pointers)
-    buckets: list[Shape] = []
-    j = n
-    for pointers in reversed(back[1:]):
+    return [_traced(corner, back[1 : count + 1]) for count in range(1, len(back))]
+
+
+def _traced(corner: Sequence[Sequence[Shape]], back: Sequence[Sequence[int]]) -> list[Shape]:
+    """The buckets that the last of the `back` pointers lead to."""
+    buckets: set[Shape] = set()
+    j = len(back[0]) - 1
+    for pointers in reversed(back):
         if j == 0:
             break
         i = pointers[j]
-        buckets.append(corner[i][j])
+        buckets.add(corner[i][j])
         j = i
-    return sorted(set(buckets), key=area)
+    return sorted(buckets, key=area)
 
 
 def _merged(seen: Mapping[Shape, int]) -> dict[Shape, int]:
@@ -123,13 +131,14 @@ def propose(model: str, sizes: Mapping[str, int], current: Sequence[Shape]) -> d
     ranks = {len(shape) for shape in seen}
     rank = max(ranks, key=lambda r: sum(c for s, c in seen.items() if len(s) == r))
     mine = {s: c for s, c in seen.items() if len(s) == rank}
-    one = waste(best(mine, 1), mine) or 0.0
+    choices = best(mine, MOST)
+    one = waste(choices[0], mine) or 0.0
     before = waste(list(current), mine) if current else None
     answer["padding_with_one_bucket"] = round(one, 4)
     answer["padding_now"] = None if before is None else round(before, 4)
     last: list[Shape] = []
     for count in range(FEWEST, MOST + 1):
-        buckets = best(mine, count)
+        buckets = choices[min(count, len(choices)) - 1]
         if buckets == last:
             break
         last = buckets

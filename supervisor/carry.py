@@ -16,13 +16,11 @@ from gpusup.conf.schema import Config, ModelConfig
 from .actions import Assignment
 from .backoff import Cause
 from .change import Change, Step
-from .devices import CpuDevice
+from .devices import CpuDevice, Places
 from .fleet import Fleet, ModelRecord
 from .layout import DevicePlace
 from .life import Life
 from .slot import Slot, Standing
-
-Places = dict[str, tuple[DevicePlace, CpuDevice | None]]
 
 _SLOT_FIELDS = (
     "name", "device", "model", "fallback", "standing_why", "standing_by", "standing_since",

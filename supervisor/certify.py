@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +18,7 @@ from .certify_load import LoadError
 from .certify_progress import Shown
 from .certify_run import TESTS, certify, exit_code
 from .certify_service import CertifyError
+from .child_service import interruptible
 from .exit_codes import FAILED, INTERRUPTED, USAGE
 
 EPILOG: Final = """\
@@ -101,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     try:
         with Shown() as shown:
-            report = asyncio.run(_interruptible(certify(options, names, shown)))
+            report = asyncio.run(interruptible(certify(options, names, shown)))
     except ConfigError as error:
         return _refuse(*error.lines)
-    except (CertifyError, LoadError) as error:
+    except (CertifyError, LoadError, OSError) as error:
         _refuse(str(error))
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -150,14 +149,6 @@ def _options(args: argparse.Namespace) -> Options:
         sizes=args.sizes,
         inputs=tuple(args.inputs),
     )
-
-
-async def _interruptible(work: Any) -> Any:
-    """SIGTERM ends it as Ctrl-C does: the service of ours is stopped first."""
-    task = asyncio.ensure_future(work)
-    with contextlib.suppress(NotImplementedError, ValueError):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
 
 
 def _refuse(*lines: str) -> int:

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from .certify_bodies import Sizes, make_bodies
 from .certify_load import Body, Load, generator
-from .certify_math import Sample, keeps, percentile, summary
+from .certify_math import Sample, Summary, keeps, percentile, summary
 from .certify_result import Mark, Result
-from .certify_service import CertifyError, Target
+from .certify_service import NO_CONTROL, CertifyError, Target
 
 SAMPLE_S: Final = 0.5
 #: More readings than this and every second one is dropped; three days fit.
@@ -106,19 +106,15 @@ class Bench:
     bodies: list[Body]
     sizes_from: str
     series: Series
-    marks: list[Mark]
     knee: float = 0.0  # requests a second; 0: not known yet
     allowed_faults: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def profile(self) -> Profile:
         return self.options.profile
 
     def mark(self, result: Result, text: str) -> None:
-        mark = Mark(time.monotonic(), text)
-        result.marks.append(mark)
-        self.marks.append(mark)
+        result.marks.append(Mark(time.monotonic(), text))
 
     async def base_rate(self, share: float = 0.25, most: float = 200.0) -> float:
         """A rate that leaves the service at ease; by a short ramp where `load` did not run."""
@@ -128,12 +124,10 @@ class Bench:
 
     async def _quick_knee(self) -> float:
         rate, good = 10.0, 0.0
-        sla = self.options.sla
         while rate <= 2000:
             self.progress.step(f"looking for a rate to work with: {rate:g}/s", 0.0)
             samples = await self.load.run(rate, 1.5)
-            found = summary(samples, rate)
-            if not keeps(found, sla.share, sla.limit_s, [s.latency for s in samples]):
+            if not self.keeps(summary(samples, rate), samples):
                 break
             good = rate
             rate *= 3
@@ -201,14 +195,28 @@ class Bench:
                         self.series.add(f"{d['name']} total", now, d["total"])
             await asyncio.sleep(SAMPLE_S)
 
-    def keeps(self, samples: list[Sample], rate: float) -> bool:
+    def keeps(self, found: Summary, samples: list[Sample]) -> bool:
+        """`found`: the summary of `samples`."""
         sla = self.options.sla
-        return keeps(summary(samples, rate), sla.share, sla.limit_s, [s.latency for s in samples])
+        return keeps(found, sla.share, sla.limit_s, [s.latency for s in samples])
+
+    async def ooms(self) -> float | None:
+        """Out-of-memory events so far; None where they can't be seen."""
+        if self.target.control is None:
+            return None
+        return await self.target.metric("gpusup_worker_ooms_total")
+
+    async def check_ooms(self, result: Result, before: float | None) -> None:
+        name, now = "0 out of memory", await self.ooms()
+        if before is None or now is None:
+            result.skip(name, NO_CONTROL)
+        else:
+            result.check(name, now == before, f"{now - before:.0f} out-of-memory events")
 
 
 @asynccontextmanager
 async def bench_for(
-    options: Options, progress: Progress, target: Target, series: Series, marks: list[Mark]
+    options: Options, progress: Progress, target: Target, series: Series
 ) -> AsyncIterator[Bench]:
     """A generator that talks to `target`, with bodies that its model answers."""
     sizes = Sizes(file=options.sizes, inputs=options.inputs)
@@ -216,7 +224,7 @@ async def bench_for(
     async with generator(f"{target.url}{path}", bodies, target.folder / "bodies") as load:
         bench = Bench(
             options=options, progress=progress, target=target, load=load, bodies=bodies,
-            sizes_from=origin, series=series, marks=marks,
+            sizes_from=origin, series=series,
             allowed_faults=target.owned or options.allow_faults,
         )  # fmt: skip
         async with bench.sampled():

@@ -17,8 +17,10 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
+from .buckets import parse
 from .certify_load import Body
 from .certify_service import CertifyError, Target
+from .certify_toml import DIGITS
 
 #: Edge of a square image in pixels -> share of the requests, where nobody knows better.
 USUAL_SIZES: Final = {256: 0.4, 512: 0.3, 1024: 0.2, 2048: 0.1}
@@ -90,7 +92,7 @@ def from_files(paths: Sequence[Path]) -> list[Body]:
 
 def _digits(target: Target, path: str) -> list[tuple[str, list[Body], str]]:
     model = target.config.models.get(target.model) if target.config else None
-    ours = model is not None and model.handler == "gpusup.worker.digits:Digits"
+    ours = model is not None and model.handler == DIGITS
     if not ours and target.model != "digits":
         return []
     folder = Path(str(files("gpusup.conf") / "digits"))
@@ -161,13 +163,12 @@ def sizes_seen(shapes: Mapping[str, int]) -> dict[tuple[int, int], float]:
     """Shares by (width, height), of shapes such as "3x480x640/uint8" or "480x640x3"."""
     counts: dict[tuple[int, int], int] = {}
     for key, count in shapes.items():
-        try:
-            shape = [int(side) for side in key.split("/")[0].split("x")]
-        except ValueError:
+        shape = parse(key)
+        if shape is None or len(shape) != 3:
             continue
-        if len(shape) == 3 and shape[0] in (1, 3):
+        if shape[0] in (1, 3):
             height, width = shape[1], shape[2]
-        elif len(shape) == 3 and shape[2] in (1, 3):
+        elif shape[2] in (1, 3):
             height, width = shape[0], shape[1]
         else:
             continue

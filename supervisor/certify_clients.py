@@ -19,8 +19,8 @@ from .certify_bench import Bench
 from .certify_math import summary
 from .certify_ramp import ms, told
 from .certify_result import Result
-from .certify_service import CertifyError
-from .certify_wall import Wall, build
+from .certify_service import NO_CONTROL, CertifyError
+from .certify_wall import Wall
 
 TITLE: Final = "Clients that vanish: cut off, half-closed, no longer reading"
 COUNT: Final = 25
@@ -28,10 +28,6 @@ MARGIN_S: Final = 5.0
 #: The configured limits may be minutes; with these a quick run can wait for them.
 SHORT_LIMITS: Final = {"idle_timeout": "4s", "body_timeout": "3s", "write_timeout": "3s"}
 _PIPELINED: Final = 600
-
-
-def build_wall() -> Wall | None:
-    return build()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,7 @@ async def run(bench: Bench, result: Result) -> None:
 async def _work_stops(bench: Bench, result: Result) -> None:
     name = "GPU work stops"
     if bench.target.control is None:
-        result.skip(name, "the control socket can't be reached from here")
+        result.skip(name, NO_CONTROL)
         return
     with contextlib.suppress(CertifyError):
         await bench.settled()

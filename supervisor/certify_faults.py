@@ -58,12 +58,11 @@ def extra_models(path: Path | None) -> dict[str, dict[str, Any]]:
 
 @dataclass(slots=True)
 class Fault:
-    """One of them, with load around it. `lost_until`: losses due before that moment are excused."""
+    """One of them, with load around it."""
 
     bench: Bench
     result: Result
     rate: float
-    supervision: SupervisionConfig
 
     async def tried(
         self,
@@ -123,7 +122,7 @@ async def run(bench: Bench, result: Result) -> None:
         return
     rate = await bench.base_rate(share=0.15, most=50.0)
     supervision = target.config.supervision if target.config else SupervisionConfig()
-    fault = Fault(bench, result, rate, supervision)
+    fault = Fault(bench, result, rate)
     slots = await target.slots()
     # A start takes what it takes with this model; its first crash costs no wait worth the name.
     start_s = max((sum(s["seconds"].values()) for s in slots), default=1.0)
@@ -164,10 +163,7 @@ async def _signalled(
         raise CertifyError("no worker is ready")
     victim = victims[which]
     slot, generation = victim["slot"], victim["generation"]
-    try:
-        os.kill(victim["pid"], number)
-    except ProcessLookupError as error:
-        raise CertifyError(f"there is no process {victim['pid']} here") from error
+    _kill(victim["pid"], number)
 
     def back(status: Any) -> bool:
         return all_ready(status) and any(
@@ -179,10 +175,17 @@ async def _signalled(
     return took, f"{slot} was replaced ({last})"
 
 
+def _kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except OSError as error:
+        raise CertifyError(f"{number.name} to process {pid}: {error.strerror}") from error
+
+
 async def _proxy_killed(bench: Bench) -> tuple[float, str]:
     status = await bench.target.status()
     victim = status["proxies"][0]
-    os.kill(victim["pid"], signal.SIGKILL)
+    _kill(victim["pid"], signal.SIGKILL)
     took = await bench.target.until(
         f"the return of {victim['name']}",
         lambda s: (
@@ -281,7 +284,7 @@ async def _probe_lost(fault: Fault) -> None:
 
     async def kill() -> tuple[float, str]:
         before = probes[0].pid
-        os.kill(before, signal.SIGKILL)
+        _kill(before, signal.SIGKILL)
         began = time.monotonic()
         while True:
             now = bench.target.named("gpusup: probe")

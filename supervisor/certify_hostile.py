@@ -18,6 +18,7 @@ from .certify_bench import Bench
 from .certify_math import summary
 from .certify_ramp import ms, told
 from .certify_result import Result
+from .certify_service import NO_CONTROL
 
 TITLE: Final = "Hostile input: bombs, lies about sizes, nesting, slow senders"
 ANSWER_LIMIT_S: Final = 1.0
@@ -121,7 +122,7 @@ def _judge(result: Result, one: Seen, server: ServerConfig) -> None:
 def _memory(result: Result, memory: list[float], bench: Bench) -> None:
     name = "device memory untouched"
     if not memory:
-        result.skip(name, "the control socket can't be reached from here")
+        result.skip(name, NO_CONTROL)
         return
     grown = max(memory) - memory[0]
     result.figures["memory_grown"] = grown

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,9 +47,7 @@ class Load:
 
     clients: Sequence[asyncio.subprocess.Process]
     url: str
-    samples: list[Sample] = field(default_factory=list)  # of all runs
     _seed: int = 1
-    _rate: float = 0.0
 
     async def run(self, rate: float, seconds: float) -> list[Sample]:
         """Requests at `rate` a second for so long; returns when the last was answered."""
@@ -70,9 +68,9 @@ class Load:
     async def _begin(self, rate: float, seconds: float) -> None:
         share = rate / len(self.clients)
         start = time.monotonic() + LEAD_S
-        for number, client in enumerate(self.clients):
-            self._seed += 1
-            plan = {"rate": share, "seconds": seconds, "start": start, "seed": self._seed + number}
+        for client in self.clients:
+            self._seed += 1  # for each of its own: none repeats what another sent
+            plan = {"rate": share, "seconds": seconds, "start": start, "seed": self._seed}
             await _write(client, {"run": plan})
 
     async def _order(self, order: Mapping[str, Any]) -> None:
@@ -88,16 +86,13 @@ class Load:
                 raise LoadError("a client process of the load generator has ended")
             found += [Sample(*row) for row in json.loads(line)]
         found.sort(key=lambda sample: sample.due)
-        self.samples += found
         return found
 
 
 @asynccontextmanager
-async def generator(
-    url: str, bodies: Sequence[Body], folder: Path, clients: int = 0
-) -> AsyncIterator[Load]:
-    """`folder`: for the bodies, which the clients read once. `clients` 0: by the cores here."""
-    count = clients or max(1, min(8, (os.cpu_count() or 1) // 4))
+async def generator(url: str, bodies: Sequence[Body], folder: Path) -> AsyncIterator[Load]:
+    """`folder`: for the bodies, which the clients read once. As many clients as the cores allow."""
+    count = max(1, min(8, (os.cpu_count() or 1) // 4))
     told = []
     for number, body in enumerate(bodies):
         path = _write_body(folder, number, body.data)

@@ -43,7 +43,7 @@ async def run(bench: Bench, result: Result) -> None:
         return
     profile = bench.profile
     control = bench.target.control is not None
-    ooms = await bench.target.metric("gpusup_worker_ooms_total") if control else 0.0
+    ooms = await bench.ooms()
     rate = await bench.base_rate()
     devices = (await bench.target.status())["devices"] if control else []
     gpus = [d for d in devices if d["kind"] == "cuda"]
@@ -107,11 +107,7 @@ async def run(bench: Bench, result: Result) -> None:
         f"{met.good} of {met.requests} answered well, {met.refused} refused with a reason"
         + (f"; {told(met.codes)}" if met.codes else ""),
     )  # fmt: skip
-    if control:
-        ooms = await bench.target.metric("gpusup_worker_ooms_total") - ooms
-        result.check("0 out of memory", ooms == 0, f"{ooms:.0f} out-of-memory events")
-    else:
-        result.skip("0 out of memory", "the control socket can't be reached from here")
+    await bench.check_ooms(result, ooms)
 
 
 def _words() -> str:

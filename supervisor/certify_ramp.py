@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import Final
 
 from .certify_bench import Bench
-from .certify_math import LOST, Sample, percentile, summary, variation
+from .certify_math import LOST, Sample, Summary, percentile, summary, variation
 from .certify_result import Result
+from .certify_service import NO_CONTROL
 
 TITLE: Final = "Load: open arrivals, ramp to the knee, then the stated rate"
 FIRST_RATE: Final = 20.0
@@ -27,21 +28,17 @@ RETRIES: Final = 3
 async def run(bench: Bench, result: Result) -> None:
     options, profile, sla = bench.options, bench.profile, bench.options.sla
     control = bench.target.control is not None
-    ooms = await bench.target.metric("gpusup_worker_ooms_total") if control else 0.0
+    ooms = await bench.ooms()
     bench.progress.step("load: warming up", 0.0)
     warm = await bench.load.run(FIRST_RATE, 2.0)
     result.samples += warm
     rests: list[float] = []
 
-    async def at(rate: float, seconds: float) -> tuple[bool, list[Sample]]:
+    async def at(rate: float) -> bool:
         bench.mark(result, f"{rate:.0f}/s")
-        samples = await bench.load.run(rate, seconds)
-        found = summary(samples, rate)
-        kept = bench.keeps(samples, rate)
-        result.samples += samples
-        result.rates.append({**asdict(found), "kept": kept})
+        _, kept = _noted(bench, result, rate, await bench.load.run(rate, profile.step_s))
         await bench.settled(60.0)
-        return kept, samples
+        return kept
 
     async def rest() -> None:
         """Only after the first pass through all rates: until then caches and pools fill."""
@@ -53,8 +50,7 @@ async def run(bench: Bench, result: Result) -> None:
     rate = FIRST_RATE
     while rate <= MOST:
         bench.progress.step(f"load: {rate:.0f}/s", 0.1)
-        kept, _ = await at(rate, profile.step_s)
-        if not kept:
+        if not await at(rate):
             bad = rate
             break
         good = rate
@@ -62,8 +58,7 @@ async def run(bench: Bench, result: Result) -> None:
     for _ in range(profile.bisections if good and bad < math.inf else 0):
         rate = math.sqrt(good * bad)
         bench.progress.step(f"load: {rate:.0f}/s", 0.5)
-        kept, _ = await at(rate, profile.step_s)
-        good, bad = (rate, bad) if kept else (good, rate)
+        good, bad = (rate, bad) if await at(rate) else (good, rate)
         await rest()
     bench.knee = good
 
@@ -72,10 +67,10 @@ async def run(bench: Bench, result: Result) -> None:
     missed: list[float] = []
     while True:
         held = await _hold(bench, result, stated, rest)
-        found = summary(held, stated)
+        found, kept = _noted(bench, result, stated, held, stated=True)
         # What the user states is certified or not. What was derived from short steps is a guess,
         # and may be taken back in the open; then the highest rate was too good to be true as well.
-        if options.rate or bench.keeps(held, stated) or len(missed) == RETRIES:
+        if options.rate or kept or len(missed) == RETRIES:
             break
         missed.append(stated)
         stated *= STATED_SHARE
@@ -122,25 +117,34 @@ async def run(bench: Bench, result: Result) -> None:
         lost == 0,
         f"{lost} of {len(result.samples)} requests got no answer, overload included",
     )
-    late = summary(held, stated).lag_p99
+    late = found.lag_p99
     result.check(
         "the generator kept up",
         late <= max(0.05, 0.2 * sla.limit_s),
         f"it sent within {ms(late)} of the schedule (p99); that is part of the latencies shown",
     )
     if not control:
-        result.skip("resting memory", "the control socket can't be reached from here")
-        result.skip("0 out of memory", "the control socket can't be reached from here")
-        return
-    change = variation(rests)
-    result.check(
-        "resting memory",
-        change < REST_LIMIT,
-        f"varies by {change:.2%} over {len(rests)} rests between stretches of load; the limit is "
-        f"{REST_LIMIT:.0%}",
-    )
-    ooms = await bench.target.metric("gpusup_worker_ooms_total") - ooms
-    result.check("0 out of memory", ooms == 0, f"{ooms:.0f} out-of-memory events")
+        result.skip("resting memory", NO_CONTROL)
+    else:
+        change = variation(rests)
+        result.check(
+            "resting memory",
+            change < REST_LIMIT,
+            f"varies by {change:.2%} over {len(rests)} rests between stretches of load; the limit "
+            f"is {REST_LIMIT:.0%}",
+        )
+    await bench.check_ooms(result, ooms)
+
+
+def _noted(
+    bench: Bench, result: Result, rate: float, samples: list[Sample], **more: object
+) -> tuple[Summary, bool]:
+    """One more rate of the ramp. Returns also whether it kept the SLA."""
+    found = summary(samples, rate)
+    kept = bench.keeps(found, samples)
+    result.samples += samples
+    result.rates.append({**asdict(found), "kept": kept, **more})
+    return found, kept
 
 
 async def _hold(
@@ -154,9 +158,6 @@ async def _hold(
         held += await bench.load.run(rate, seconds / HELD_PARTS)
         await bench.settled(60.0)
         await rest()
-    result.samples += held
-    kept = bench.keeps(held, rate)
-    result.rates.append({**asdict(summary(held, rate)), "kept": kept, "stated": True})
     return held
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from gpusup.conf.load import load_file
 
 from . import (
     certify_clients,
@@ -19,13 +22,14 @@ from . import (
     certify_ramp,
     certify_stability,
     certify_swap,
+    certify_wall,
 )
 from .certify_bench import Bench, Options, Series, bench_for
 from .certify_load import LoadError
 from .certify_machine import Machine, look_at
 from .certify_progress import Shown
 from .certify_report import write_all
-from .certify_result import Mark, Result, counted
+from .certify_result import Result, counted
 from .certify_service import CertifyError, CertifyGaveUp, Target, running_at, started
 from .exit_codes import DEGRADED, FAILED, OK
 
@@ -77,7 +81,10 @@ def headline(results: Sequence[Result]) -> str:
 
 async def certify(options: Options, names: Sequence[str], shown: Shown) -> Report:
     """All of it, report included. Raises ConfigError, CertifyError when nothing can be tested."""
-    series, marks, results = Series(), list[Mark](), list[Result]()
+    if not options.url:
+        load_file(options.config)  # what is wrong with it is said before a folder is made
+    _make_folder(options.report)
+    series, results = Series(), list[Result]()
     facts: dict[str, Any] = {}
     machine: Machine | None = None
     groups = [tuple(TESTS)] if options.url else list(GROUPS)
@@ -94,7 +101,7 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
                 facts.setdefault("notes", []).extend(
                     n for n in target.notes if n not in facts.get("notes", [])
                 )
-                async with bench_for(options, shown, target, series, marks) as bench:
+                async with bench_for(options, shown, target, series) as bench:
                     bench.knee = knee
                     for name in mine:
                         shown.test(number, len(names), _MODULES[name].TITLE)
@@ -106,7 +113,7 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
                     facts.setdefault("model", target.model)
                     facts.setdefault("start_s", round(target.start_s, 2))
                     facts.setdefault("marks", _watermarks(target))
-    except (CertifyError, LoadError) as error:
+    except (CertifyError, LoadError, OSError) as error:
         if not results:
             raise
         # Something was found out already; the rest is told as failed, not lost.
@@ -125,6 +132,15 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
     return Report(headline=title, results=results, files=files)
 
 
+def _make_folder(folder: Path) -> None:
+    """First, not after hours of tests that could then not be reported. Raises CertifyError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CertifyError(f"cannot write to {folder}: {error.strerror}") from error
+
+
 async def _one(name: str, bench: Bench) -> Result:
     """One test. What goes wrong inside it is its failure, in words."""
     result = Result(name, _MODULES[name].TITLE, began=time.monotonic())
@@ -134,6 +150,8 @@ async def _one(name: str, bench: Bench) -> Result:
         result.check("came to its end", False, str(error))
     except TimeoutError:
         result.check("came to its end", False, "something took too long")
+    except OSError as error:
+        result.check("came to its end", False, str(error))
     result.took_s = time.monotonic() - result.began
     with contextlib.suppress(CertifyError):
         await bench.settled()
@@ -155,7 +173,7 @@ async def _service(options: Options, names: Sequence[str]) -> AsyncIterator[Targ
             server = dict(certify_clients.SHORT_LIMITS)
         wall = None
         if "clients" in names:
-            wall = await asyncio.to_thread(certify_clients.build_wall)
+            wall = await asyncio.to_thread(certify_wall.build)
             if wall is not None:
                 stack.callback(wall.remove)
                 server = {**server, "listen": f"{wall.address}:0"}

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -24,12 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpusup.conf.load import load
 from gpusup.conf.schema import Config
 
+from . import child_service
 from .certify_toml import derive
+from .ctl_client import find_socket
 
 START_LIMIT_S: Final = 300.0
 CALL_LIMIT_S: Final = 330.0
-STOP_LIMIT_S: Final = 40.0
 POLL_S: Final = 0.02
+NO_CONTROL: Final = "the control socket can't be reached from here"
 
 
 class CertifyError(Exception):
@@ -50,7 +49,7 @@ class Target:
     notes: list[str] = field(default_factory=list)
     model: str = ""
     start_s: float = 0.0
-    wall: Any = None  # certify_clients.Wall: the namespace from which clients can vanish
+    wall: Any = None  # certify_wall.Wall: the namespace from which clients can vanish
 
     @property
     def owned(self) -> bool:
@@ -59,7 +58,7 @@ class Target:
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """One call of the control API. Raises CertifyError on anything but success."""
         if self.control is None:
-            raise CertifyError("the control socket can't be reached from here")
+            raise CertifyError(NO_CONTROL)
         try:
             async with self.control.request(method, f"http://gpusup{path}", json=body) as response:
                 if "json" not in response.content_type:
@@ -179,7 +178,8 @@ async def started(
         # Only where faults are wanted: else the probe is to read the driver as it always does.
         overrides = folder / "overrides.json" if models else None
         began = time.monotonic()
-        process = _start(config_path, log, overrides)
+        env = {"GPUSUP_PROBE_OVERRIDES": str(overrides)} if overrides is not None else None
+        process = child_service.start(config_path, log, env)
         connector = aiohttp.UnixConnector(str(folder / "run" / "control.sock"))
         timeout = aiohttp.ClientTimeout(total=CALL_LIMIT_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as control:
@@ -198,7 +198,7 @@ async def started(
             yield target
     finally:
         if process is not None:
-            await _stop(process)
+            await child_service.stop(process)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -210,10 +210,9 @@ async def running_at(url: str, control_path: str, model: str) -> AsyncIterator[T
         async with contextlib.AsyncExitStack() as stack:
             control = None
             if control_path:
-                control_path = socket_in(control_path)
                 control = await stack.enter_async_context(
                     aiohttp.ClientSession(
-                        connector=aiohttp.UnixConnector(control_path),
+                        connector=aiohttp.UnixConnector(find_socket(control_path)),
                         timeout=aiohttp.ClientTimeout(total=CALL_LIMIT_S),
                     )
                 )
@@ -235,11 +234,6 @@ def choose(wanted: str, status: Any) -> str:
     return wanted or str(names[0])
 
 
-def socket_in(path: str) -> str:
-    """A run directory means the control socket in it."""
-    return os.path.join(path, "control.sock") if os.path.isdir(path) else path
-
-
 async def _only_model(url: str) -> str:
     timeout = aiohttp.ClientTimeout(total=10)
     try:
@@ -255,28 +249,3 @@ async def _only_model(url: str) -> str:
     if not names:
         raise CertifyError(f"{url} serves no model")
     return names[0]
-
-
-def _start(config: Path, log: Path, overrides: Path | None) -> subprocess.Popen[bytes]:
-    env = dict(os.environ)
-    if overrides is not None:
-        env["GPUSUP_PROBE_OVERRIDES"] = str(overrides)
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "gpusup.supervisor", "run", str(config)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,  # Ctrl-C is for us; we stop it in order
-        )
-
-
-async def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.to_thread(process.wait, STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        await asyncio.to_thread(process.wait)

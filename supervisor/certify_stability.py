@@ -68,7 +68,6 @@ async def run(bench: Bench, result: Result) -> None:
     readings = Readings()
     began = time.monotonic()
     end = began + max(0.0, seconds - elapsed)
-    restarts = 0
     codes: dict[str, int] = {}
     p99s: list[float] = []
     served = 0
@@ -90,7 +89,6 @@ async def run(bench: Bench, result: Result) -> None:
             codes[code] = codes.get(code, 0) + count
         if len(result.samples) < _KEPT_SAMPLES:
             result.samples += samples
-        bench.load.samples.clear()
         elapsed += stretch
         save_past(path, key, elapsed, requests, bad)
     now = await _generations(bench)

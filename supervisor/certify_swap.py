@@ -19,6 +19,7 @@ from .certify_math import Ratio, Sample, percentile, ratio, summary
 from .certify_ramp import ms, told
 from .certify_result import Result
 from .certify_service import CertifyError, all_ready
+from .certify_toml import DIGITS, quoted
 
 TITLE: Final = "Swap: versions change under load; a failing one is taken back"
 #: Answers after each swap that count as first.
@@ -137,7 +138,7 @@ async def _versions(bench: Bench) -> list[str]:
     if config is None:
         return [now]
     section = config.models[bench.target.model]
-    if section.handler == "gpusup.worker.digits:Digits" and not section.weights:
+    if section.handler == DIGITS and not section.weights:
         return [now, "2" if now == "1" else "1"]
     if "{version}" not in section.weights:
         return [now]
@@ -232,6 +233,14 @@ async def gpu_pids() -> set[int] | None:
     return {int(word) for word in out.decode().split() if word.isdigit()}
 
 
+def with_broken(config: str, model: str) -> str:
+    """The text of a configuration of certify's own with a handler for `model` that fails."""
+    section = config.index(f"[models.{quoted(model)}]")
+    return config[:section] + re.sub(
+        r"^handler = .*$", f'handler = "{BROKEN}"', config[section:], count=1, flags=re.M
+    )
+
+
 async def _rollback(bench: Bench, result: Result, rate: float) -> None:
     """The handler is changed for one that fails on the device; the old one must go on."""
     target = bench.target
@@ -241,10 +250,7 @@ async def _rollback(bench: Bench, result: Result, rate: float) -> None:
         return
     path = target.folder / "gpusup.toml"
     good = path.read_text()
-    section = good.index(f"[models.{target.model}]")
-    broken = good[:section] + re.sub(
-        r"^handler = .*$", f'handler = "{BROKEN}"', good[section:], count=1, flags=re.M
-    )
+    broken = with_broken(good, target.model)
     bench.mark(result, "failing version")
     async with bench.load.running(rate) as samples:
         path.write_text(broken)

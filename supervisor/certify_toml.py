@@ -16,7 +16,9 @@ _BARE: Final = re.compile(r"^[A-Za-z0-9_-]+$")
 _SERVER_PATHS: Final = ("tls_cert", "tls_key")
 _MODEL_PATHS: Final = ("weights", "golden")
 
-BUNDLED: Final = {"digits": {"handler": "gpusup.worker.digits:Digits", "retry": "safe"}}
+#: The handler that comes with gpusup.
+DIGITS: Final = "gpusup.worker.digits:Digits"
+BUNDLED: Final = {"digits": {"handler": DIGITS, "retry": "safe"}}
 
 
 def derive(
@@ -76,19 +78,20 @@ def to_toml(tables: Mapping[str, Any]) -> str:
     for name, table in tables.items():
         if name == "models":
             for model, content in table.items():
-                lines += [f"[models.{_key(model)}]", *_pairs(content), ""]
+                lines += [f"[models.{quoted(model)}]", *_pairs(content), ""]
         elif isinstance(table, Mapping):
-            lines += [f"[{_key(name)}]", *_pairs(table), ""]
+            lines += [f"[{quoted(name)}]", *_pairs(table), ""]
         else:
-            lines.insert(0, f"{_key(name)} = {_value(table)}")
+            lines.insert(0, f"{quoted(name)} = {_value(table)}")
     return "\n".join(lines)
 
 
 def _pairs(table: Mapping[str, Any]) -> list[str]:
-    return [f"{_key(key)} = {_value(value)}" for key, value in table.items()]
+    return [f"{quoted(key)} = {_value(value)}" for key, value in table.items()]
 
 
-def _key(key: str) -> str:
+def quoted(key: str) -> str:
+    """As a key of TOML, in quotes where it needs them."""
     return key if _BARE.match(key) else json.dumps(key)
 
 

@@ -4,7 +4,9 @@ firewall or with a pulled cable. Needs root and the `ip` tool; where that is mis
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -54,8 +56,6 @@ class Wall:
 
     def order(self, **told: object) -> None:
         """Raises OSError if the inside does not answer."""
-        import json
-
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(told) + "\n")
@@ -65,8 +65,6 @@ class Wall:
 
     def open(self, port: int, data: bytes, count: int, *, read: bool) -> None:
         """`count` connections that send `data`; `read`: wait for the first piece of an answer."""
-        import base64
-
         text = base64.b64encode(data).decode()
         self.order(host=self.address, port=port, data=text, count=count, read=read)
 

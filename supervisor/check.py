@@ -101,9 +101,7 @@ def placed(config: Config, rooms: Sequence[Room]) -> Placement | None:
         )
         for name, model in config.models.items()
     ]
-    mark = config.watermark
-    marks = Marks(queue=mark.queue, shed=mark.shed, safety=config.devices.safety)
-    return place(rooms, needs, marks)
+    return place(rooms, needs, Marks.of(config))
 
 
 def has_gpu() -> bool:

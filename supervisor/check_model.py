@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,7 @@ import msgspec
 from gpusup.conf.places import weights_of
 
 from .actions import Assignment
-from .family import Family, clean_env
+from .family import Family, clean_env, kill
 
 #: (interpreter, question, descriptor for the answer, told the pid or 0) -> whether it can.
 Fork = Callable[[str, bytes, int, Callable[[int], None]], bool]
@@ -100,7 +99,7 @@ class ModelCheck:
             if not started.done():
                 started.set_result(pid)
             elif pid:
-                _kill(pid)  # nobody waits for it any more
+                kill(pid)  # nobody waits for it any more
 
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         try:
@@ -118,7 +117,7 @@ class ModelCheck:
         except asyncio.CancelledError:
             started.cancel()
             if pid:
-                _kill(pid)
+                kill(pid)
             raise
         finally:
             os.close(read_fd)
@@ -150,8 +149,3 @@ def _answer(out: bytes, returncode: int, words: str) -> str:
         return str(msgspec.json.decode(out)["problem"])
     except msgspec.DecodeError:
         return f"the check ended with exit {returncode}{f': {words}' if words else ''}"
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """What the control API can ask of the supervisor, as something that is handed in, and its errors.
 
-The run loop implements `Commands` (runtime.py); control.py only speaks HTTP. Answers are plain
+The run loop implements `Commands` (operator.py); control.py only speaks HTTP. Answers are plain
 builtins, ready for JSON. A long operation returns the id of its change at once.
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import grp
+import logging
 import os
 import pwd
 import socket
@@ -29,6 +30,8 @@ from aiohttp import web
 
 from .commands import ENDED, CommandError, Commands, NotAllowed, UnknownTarget
 from .worker_link import peer_of
+
+log = logging.getLogger("gpusup.supervisor")
 
 JSON: Final = "application/json"
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,7 +59,6 @@ PROXY: Final = Caller(name="proxy", admin=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    verb: str
     target: str
     query: Mapping[str, str]
     body: Mapping[str, Any]
@@ -117,6 +119,7 @@ class Control:
             return error.status, JSON, msgspec.json.encode(answer)
         except Exception as error:
             # The one place where a defect must not end more than the call that met it.
+            log.exception("control API: %s %s failed", method, path)
             text = f"{type(error).__name__}: {error}"
             return 500, JSON, msgspec.json.encode({"error": text, "code": "internal"})
 
@@ -152,7 +155,7 @@ class Control:
                     f"{caller.name} may look but not change anything; "
                     "be root, the service's user, or in server.control_group"
                 )
-        call = _Call(verb=key[1], target=target, query=query, body=_fields(body), caller=caller)
+        call = _Call(target=target, query=query, body=_fields(body), caller=caller)
         result = act(call)
         if isinstance(result, Awaitable):
             result = await result
@@ -248,7 +251,7 @@ class Control:
     async def _stream(
         self, request: web.Request, lines: AsyncIterator[Mapping[str, Any]]
     ) -> web.StreamResponse:
-        """One JSON object a line, until the client leaves."""
+        """One JSON object a line, until the client leaves or what it follows is gone."""
         try:
             first = await anext(lines)
         except CommandError as error:
@@ -260,7 +263,7 @@ class Control:
         try:
             async for line in lines:
                 await response.write(msgspec.json.encode(line) + b"\n")
-        except ConnectionResetError:
+        except (ConnectionResetError, CommandError):
             pass
         return response
 

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from . import ctl_reports, ctl_view, exit_codes
@@ -61,6 +61,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         return exit_codes.OK
 
 
+def _show(found: Any, output: str, write: Callable[[Any], Iterable[str]]) -> None:
+    """As it came with `-o json`, else as text."""
+    ctl_view.out([json.dumps(found, indent=2)] if output == "json" else write(found))
+
+
 # -- looking -------------------------------------------------------------------------------------
 
 
@@ -100,11 +105,8 @@ def _chosen(view: Any, names: Sequence[str]) -> Any:
 
 
 def _show_status(view: Any, given: argparse.Namespace) -> int:
-    if given.output == "json":
-        ctl_view.out([json.dumps(view, indent=2)])
-    else:
-        colours = ctl_view.colours_wanted(sys.stdout)
-        ctl_view.out(ctl_view.status(view, wide=given.output == "wide", colours=colours))
+    wide, colours = given.output == "wide", ctl_view.colours_wanted(sys.stdout)
+    _show(view, given.output, lambda view: ctl_view.status(view, wide=wide, colours=colours))
     if given.slots:
         good = all(
             s["state"] == "ready" and s["slot_state"] == "schedulable" for s in view["slots"]
@@ -116,20 +118,21 @@ def _show_status(view: Any, given: argparse.Namespace) -> int:
 
 def changes(client: Client, given: argparse.Namespace) -> int:
     found = client.get("changes")["changes"]
-    if given.output == "json":
-        ctl_view.out([json.dumps(found, indent=2)])
-    elif found:
-        ctl_view.out(ctl_view.changes(found, colours=ctl_view.colours_wanted(sys.stdout)))
-    else:
-        ctl_view.out(["no changes"])
+    colours = ctl_view.colours_wanted(sys.stdout)
+    _show(
+        found,
+        given.output,
+        lambda found: ctl_view.changes(found, colours=colours) if found else ["no changes"],
+    )
     return exit_codes.OK
 
 
 def change(client: Client, given: argparse.Namespace) -> int:
     if given.wait:
         return _follow(client, given.id, given.timeout, given.output)
+    colours = ctl_view.colours_wanted(sys.stdout)
     found = client.get("changes", given.id)
-    _show_change(found, given.output)
+    _show(found, given.output, lambda found: ctl_view.change(found, colours=colours))
     return exit_codes.OK
 
 
@@ -177,9 +180,7 @@ def report(
     """A verb that shows what the service says, as text or as it came."""
 
     def show(client: Client, given: argparse.Namespace) -> int:
-        found = client.get(*path(given))
-        as_json = given.output == "json"
-        ctl_view.out([json.dumps(found, indent=2)] if as_json else write(found))
+        _show(client.get(*path(given)), given.output, write)
         return exit_codes.OK
 
     return show
@@ -242,10 +243,7 @@ def reload_model(client: Client, given: argparse.Namespace) -> int:
         body["allow_gap"] = given.allow_gap
     found = client.post("models", name, "reload", body=body)
     if given.dry_run:
-        if given.output == "json":
-            ctl_view.out([json.dumps(found, indent=2)])
-        else:
-            ctl_view.out(ctl_reports.reload_plan(found))
+        _show(found, given.output, ctl_reports.reload_plan)
         return exit_codes.OK
     return _started(client, found, given)
 
@@ -363,13 +361,6 @@ def _follow(client: Client, change_id: str, timeout: float | None, output: str) 
     else:
         ctl_view.out(line)
     return code
-
-
-def _show_change(found: Any, output: str) -> None:
-    if output == "json":
-        ctl_view.out([json.dumps(found, indent=2)])
-    else:
-        ctl_view.out(ctl_view.change(found, colours=ctl_view.colours_wanted(sys.stdout)))
 
 
 VERBS: dict[str, Callable[[Client, argparse.Namespace], int]] = {

@@ -17,10 +17,9 @@ from . import exit_codes
 class CtlError(Exception):
     """One line for stderr, and the exit code that goes with it."""
 
-    def __init__(self, text: str, code: int = exit_codes.FAILED, *, change: str = "") -> None:
+    def __init__(self, text: str, code: int = exit_codes.FAILED) -> None:
         super().__init__(text)
         self.code = code
-        self.change = change
 
 
 _CODES = {
@@ -156,4 +155,4 @@ def _refusal(response: HTTPResponse) -> CtlError:
     change = answer.get("change", "")
     if change and change not in text:
         text = f"{text} (change {change})"
-    return CtlError(text, _CODES.get(response.status, exit_codes.FAILED), change=change)
+    return CtlError(text, _CODES.get(response.status, exit_codes.FAILED))

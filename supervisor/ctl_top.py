@@ -16,7 +16,6 @@ from . import ctl_view, exit_codes
 from .ctl_client import Client, CtlError
 
 _EVERY_S: Final = 1.0
-_COLOURS: Final = {"green": "green", "yellow": "yellow", "red": "red"}
 
 
 def run(client: Client, *, once: bool) -> int:
@@ -60,7 +59,7 @@ def rates(before: Mapping[str, Any], now: Mapping[str, Any], passed_s: float) ->
 def picture(view: Mapping[str, Any], per_second: Mapping[str, float]) -> RenderableType:
     head = Text.assemble(
         ("gpusup ", "bold"),
-        (view["state"], _style(view["state"])),
+        (view["state"], ctl_view.colour_of(view["state"])),
         f"  {view['listen']}  up {ctl_view.age(view['uptime_s'])}",
         f"  {view['reason']}" if view.get("reason") else "",
     )
@@ -69,10 +68,6 @@ def picture(view: Mapping[str, Any], per_second: Mapping[str, float]) -> Rendera
     if running:
         parts.append(_changes(running))
     return Group(*parts)
-
-
-def _style(word: str) -> str:
-    return _COLOURS[ctl_view.colour_of(word)]
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -90,7 +85,7 @@ def _devices(view: Mapping[str, Any]) -> Table:
         share = device["watermark"]
         table.add_row(
             device["name"],
-            Text(device["band"], style=_style(device["band"])),
+            Text(device["band"], style=ctl_view.colour_of(device["band"])),
             ctl_view.bars(share if known else 0.0, marks=marks),
             f"{share:.0%}" if known else "?",
             ctl_view.size(device["free"]) if known else ctl_view.unread(device["age_s"]),
@@ -113,7 +108,7 @@ def _slots(view: Mapping[str, Any]) -> Table:
         memory = slot.get("memory", {})
         table.add_row(
             slot["slot"],
-            Text(state, style=_style(state)),
+            Text(state, style=ctl_view.colour_of(state)),
             ctl_view.age(slot["since_s"]),
             f"{slot['model']}@{slot['version']}" if slot["model"] else "-",
             str(slot["generation"]),
@@ -143,7 +138,7 @@ def _models(view: Mapping[str, Any], per_second: Mapping[str, float]) -> Table:
         rate = per_second.get(model["name"])
         table.add_row(
             model["name"],
-            Text(model["state"], style=_style(model["state"])),
+            Text(model["state"], style=ctl_view.colour_of(model["state"])),
             model["version"],
             f"{model['ready']}/{model['slots']}",
             "-" if rate is None else f"{rate:.1f}",
@@ -162,7 +157,7 @@ def _changes(running: list[Any]) -> Table:
         table.add_row(
             change["id"],
             change["title"],
-            Text(change["state"], style=_style(change["state"])),
+            Text(change["state"], style=ctl_view.colour_of(change["state"])),
             ctl_view.age(change["age_s"]),
             steps[-1][1],
         )

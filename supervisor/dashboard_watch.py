@@ -90,15 +90,13 @@ class Watch:
         """One look, told to all. Never raises for a service that is gone."""
         try:
             status = await self._source.get("/status")
+            if status["pid"] != self._counts[0]:
+                self._serial = 0  # another service: its events count from one again
             changes = (await self._source.get("/changes"))["changes"]
             events = (await self._source.get(f"/events?since={self._serial}"))["events"]
         except OSError as error:
             self._tell(sse("lost", {"reason": str(error), "at": time.time()}))
             return
-        if status["pid"] != self._counts[0] and self._counts[0]:
-            # Another service: its events count from one again.
-            self._serial = 0
-            events = (await self._source.get("/events?since=0"))["events"]
         at = time.time()
         point = self._point(status, at)
         self._history.append(point)

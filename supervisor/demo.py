@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -28,12 +28,13 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from . import child_service
+from .certify_toml import DIGITS
 from .exit_codes import FAILED, INTERRUPTED, OK
 from .steady import Digit, Load, Seen, Window, ask, held_out, window
 
 START_LIMIT_S: Final = 180.0
 STEP_LIMIT_S: Final = 120.0
-STOP_LIMIT_S: Final = 40.0
 SHORT: Final = 50
 #: Between two looks at the status: often enough to measure by, seldom enough not to be a load.
 POLL_S: Final = 0.015
@@ -47,7 +48,7 @@ run_dir = "{folder}/run"
 state_dir = "{folder}/state"
 
 [models.digits]
-handler = "gpusup.worker.digits:Digits"
+handler = "{handler}"
 retry = "safe"  # a pure function: what a dying worker had begun may run once more
 """
 
@@ -122,7 +123,7 @@ def run(as_json: bool) -> int:
     """The whole demonstration. Returns the exit code."""
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     try:
-        outcome = asyncio.run(_interruptible(_demo(console)))
+        outcome = asyncio.run(child_service.interruptible(_demo(console)))
     except DemoFailed as error:
         sys.stderr.write(f"gpusup demo: {error}\n")
         if as_json:
@@ -137,14 +138,6 @@ def run(as_json: bool) -> int:
     else:
         _show_end(console, report)
     return OK if not report["failed"] and not outcome.exit_code else FAILED
-
-
-async def _interruptible(work: Awaitable[Outcome]) -> Outcome:
-    """SIGTERM ends the demonstration as Ctrl-C does: with its service stopped."""
-    task = asyncio.ensure_future(work)
-    with contextlib.suppress(NotImplementedError):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
 
 
 async def _demo(console: Console) -> Outcome:
@@ -215,10 +208,10 @@ async def _service(folder: Path, console: Console) -> AsyncIterator[Service]:
     """`gpusup run` as a child, ready to answer; stopped at the end, whatever happened."""
     (folder / "state").mkdir()
     config = folder / "gpusup.toml"
-    config.write_text(CONFIG.format(folder=folder))
+    config.write_text(CONFIG.format(folder=folder, handler=DIGITS))
     log = folder / "log"
     began = time.monotonic()
-    process = _start(config, log)
+    process = child_service.start(config, log)
     connector = aiohttp.UnixConnector(str(folder / "run" / "control.sock"))
     timeout = aiohttp.ClientTimeout(total=STEP_LIMIT_S + 30)
     service: Service | None = None
@@ -232,22 +225,11 @@ async def _service(folder: Path, console: Console) -> AsyncIterator[Service]:
             service.url = f"http://{status['listen']}"
             yield service
     finally:
-        code = await _stop(process)
+        code = await child_service.stop(process)
         if service is not None:
             service.exit_code = code
             if code and service.finished:
                 console.print(f"the service ended with {code}{service.last_words()}", markup=False)
-
-
-def _start(config: Path, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "gpusup.supervisor", "run", str(config)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for us; we stop it in order
-        )
 
 
 async def _wait_for_control(service: Service) -> None:
@@ -262,17 +244,6 @@ async def _wait_for_control(service: Service) -> None:
         if time.monotonic() > end:
             raise DemoFailed(f"no answer within {START_LIMIT_S:g} s:{service.last_words()}")
         await asyncio.sleep(0.02)
-
-
-async def _stop(process: subprocess.Popen[bytes]) -> int:
-    """SIGTERM, and SIGKILL if that is not enough. Returns the exit code."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        return await asyncio.to_thread(process.wait, STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return await asyncio.to_thread(process.wait)
 
 
 def _all_ready(status: Any) -> bool:

@@ -14,7 +14,9 @@ from typing import Final, Literal, Protocol, TypeVar
 from gpusup.conf.schema import DevicesConfig
 from gpusup.worker.wire import Memory
 
+from .layout import DevicePlace
 from .ledger import IDLE_TOLERANCE_BYTES, IDLE_TOLERANCE_SHARE
+from .placement import CONTEXT_BYTES
 from .probe_wire import DeviceSample, ProcessUse
 from .watermark import plausible, reclaimable, watermark
 from .wire import DeviceInfo
@@ -84,6 +86,10 @@ class CpuDevice:
 
     name: str
     total: int
+
+
+#: By name: the device, and what a CPU slot has of the host's.
+Places = dict[str, tuple[DevicePlace, CpuDevice | None]]
 
 
 def cpu_devices(config: DevicesConfig, *, gpus: int) -> list[CpuDevice]:
@@ -159,6 +165,18 @@ def figures(
 def held(workers: Iterable[Memory]) -> int:
     """Bytes of the device that our workers hold: their contexts and what torch has reserved."""
     return sum(max(0, m.context) + max(m.reserved, m.allocated, 0) for m in workers)
+
+
+def context_bytes(memory: Memory, pid: int, processes: Sequence[ProcessUse] | None) -> int:
+    """What a worker holds of a GPU beside what torch counts: its CUDA context and its kernels.
+
+    By the driver's list, where it gives sizes and knows the worker by the same number (in a
+    container it may not); else as large as such a context is. 0: the worker has none yet.
+    """
+    if not memory.device_total:
+        return 0
+    used = next((p.used for p in processes or () if p.pid == pid), None)
+    return CONTEXT_BYTES if used is None else max(0, used - max(memory.reserved, memory.allocated))
 
 
 def foreign_bytes(

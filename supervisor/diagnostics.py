@@ -5,13 +5,11 @@ Enough to answer, a week later, the only question that matters: who had it?
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
-from gpusup.conf.units import format_size
 from gpusup.worker.wire import Memory, Pong
 
-from .devices import held
 from .probe_wire import DeviceSample
 from .wire import DeviceInfo, Shed
 
@@ -99,15 +97,3 @@ def _memory(memory: Memory) -> dict[str, int]:
         "static": memory.static,
         "context": memory.context,
     }
-
-
-def in_words(info: DeviceInfo, workers: Sequence[Memory]) -> str:
-    """Who holds a device, on one line, for the body of a 503 and for `status`."""
-    if not info.known:
-        return f"{info.name}: memory unknown"
-    ours = held(workers) if info.kind == "cuda" else info.total - info.free
-    return (
-        f"{info.name}: {info.watermark:.0%} of {format_size(info.total)} in use "
-        f"({format_size(ours)} by workers, {format_size(info.reclaimable)} of it reclaimable, "
-        f"{format_size(info.foreign)} by others)"
-    )

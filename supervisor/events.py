@@ -6,13 +6,11 @@ dropped in one place (fleet.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from gpusup.conf.schema import Config
 from gpusup.worker.progress import Progress
-from gpusup.worker.wire import Memory, WorkerReady
+from gpusup.worker.wire import WorkerReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +55,6 @@ class WorkerBecameReady(WorkerEvent):
 class LoadFailed(WorkerEvent):
     cause: str
     text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReported(WorkerEvent):
-    memory: Memory
-    graphs: Mapping[str, str] = field(default_factory=dict)
-    peaks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +131,6 @@ class ModelWanted:
 class CheckDone:
     change: str
     problem: str = ""  # "": all is well
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigRead:
-    config: Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +146,6 @@ WorkerEvents = (
     | WorkerPrepared
     | WorkerBecameReady
     | LoadFailed
-    | WorkerReported
     | ProgressSeen
     | WorkerFenced
     | WorkerDrained
@@ -176,6 +160,5 @@ Event = (
     | ModelUsed
     | ModelWanted
     | CheckDone
-    | ConfigRead
     | Ticked
 )

@@ -149,7 +149,7 @@ def kill_session(leader: int, slot: str, generation: int) -> int:
             with suppress(OSError):
                 os.killpg(leader, signal.SIGKILL)
         for pid in hit:
-            _kill(pid)
+            kill(pid)
     for _ in range(5):  # again, for what was forked meanwhile
         more = [
             p.pid
@@ -161,12 +161,13 @@ def kill_session(leader: int, slot: str, generation: int) -> int:
         if not more:
             break
         for pid in more:
-            _kill(pid)
+            kill(pid)
         hit.update(more)
     return len(hit)
 
 
-def _kill(pid: int) -> None:
+def kill(pid: int) -> None:
+    """SIGKILL; quiet if it is gone."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
@@ -206,7 +207,7 @@ class Watch:
             self._loop.call_soon(self._finish, -signal.SIGKILL, "gone, exit status unknown")
         except OSError:  # this kernel or its sandbox has no pidfd
             self._pidfd = -1
-            self._loop.call_soon(self._poll)
+            self._loop.call_soon(self._again)
         else:
             self._loop.add_reader(self._pidfd, self._dead)
 
@@ -228,10 +229,6 @@ class Watch:
     def _dead(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self._collect(os.P_PIDFD, self._pidfd)
-
-    def _poll(self) -> None:
-        if not self._done:
-            self._collect(os.P_PID, self.pid)
 
     def _collect(self, kind: int, target: int) -> None:
         try:
@@ -342,7 +339,7 @@ class Family:
     def stop_janitor(self) -> None:
         """Before an orderly end: there is nothing left to do for it."""
         if self._janitor and not self._janitor.done:
-            _kill(self._janitor.pid)
+            kill(self._janitor.pid)
 
     def start_reaper(self, every_s: float = 1.0) -> None:
         loop = asyncio.get_running_loop()

@@ -155,8 +155,6 @@ class Fleet:
             case ev.CheckDone():
                 if change := self.changes.get(event.change):
                     change.check_done(event.problem, now)
-            case ev.ConfigRead():
-                raise AssertionError("read by reconfigure.py")
             case ev.Ticked():
                 actions += self._tick(now)
             case _:

@@ -22,6 +22,7 @@ import msgspec
 from gpusup.conf.schema import Config
 
 from . import carry
+from .devices import Places
 from .family import clean_env
 from .life import State
 from .poison import Poison
@@ -78,6 +79,7 @@ async def rehearse() -> None:
 
 def export(box: Box) -> dict[str, Any]:
     """All that goes along. The descriptors in it are under keys in `_fd` (reexec.py)."""
+    proxies = box.proxies.export()  # first: what it drops must not be in the tallies any more
     inner = {
         "fleet": carry.export_fleet(box.fleet),
         "known": [
@@ -97,7 +99,7 @@ def export(box: Box) -> dict[str, Any]:
         "workers": [process.export() for process in living],
         "zygotes": box.launcher.export() if isinstance(box.launcher, ZygoteLauncher) else None,
         "links": box.links.export(),
-        "proxies": box.proxies.export(),
+        "proxies": proxies,
         "logs": box.logs.export(),
         "listeners": box.listeners.export(),
         "janitor": box.family.let_go_of_janitor(),
@@ -116,7 +118,7 @@ class Carried:
         return carry.config_of(self.inner["fleet"])
 
     @property
-    def places(self) -> carry.Places:
+    def places(self) -> Places:
         return carry.places_of(self.inner["fleet"])
 
     def restore_fleet(self, box: Box) -> None:

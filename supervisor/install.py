@@ -22,7 +22,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from gpusup.conf.places import parse_listen
+from gpusup.conf.places import host_port, parse_listen
 
 from .exit_codes import FAILED, OK, USAGE
 
@@ -177,9 +177,7 @@ def _listen(wish: Wish) -> str:
         host, port = parse_listen(str(server.get("listen", "127.0.0.1:8000")))
     except (OSError, ValueError, AttributeError) as error:
         raise Unusable(f"cannot take the port from {path}: {error}") from error
-    if not host:
-        return str(port)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(host, port) if host else str(port)
 
 
 def write(wish: Wish, texts: dict[str, str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Final, Protocol
 
 from gpusup.worker import progress, wire
@@ -40,7 +40,8 @@ class Launcher(Protocol):
         on_failed: OnFailed,
         on_exit: OnExit,
     ) -> WorkerProcess:
-        """Start a worker and return at once; the callbacks come later, never from inside.
+        """Start a worker and return at once; the callbacks come later, never from inside. Raises
+        OSError where not even a descriptor can be had.
 
         `python` is the interpreter, "" for our own. First `on_started(pid)` or `on_failed(text)`,
         once; after `on_started`, once, `on_exit(returncode, words)`. The words are the
@@ -65,7 +66,7 @@ class WorkerProcess:
         on_exit: OnExit,
         page_fd: int | None = None,
     ) -> None:
-        """`page_fd`: of a worker that has its progress page already."""
+        """`page_fd`: of a worker that has its progress page already. Raises OSError."""
         self.slot = slot
         self.generation = generation
         self.log = log
@@ -79,8 +80,13 @@ class WorkerProcess:
         self._first_line = log.count
         #: Set by a launcher that can still call the start off; used for KILL without a pid.
         self.call_off: Callable[[], None] | None = None
-        self._page_fd = _page(slot, generation) if page_fd is None else page_fd
-        self.progress = progress.Reader(os.dup(self._page_fd))
+        with ExitStack() as kept:
+            if page_fd is None:
+                page_fd = _page(slot, generation)
+                kept.callback(os.close, page_fd)
+            self.progress = progress.Reader(os.dup(page_fd))
+            kept.pop_all()
+        self._page_fd = page_fd
 
     @property
     def page_fd(self) -> int:
@@ -236,7 +242,7 @@ def worker_env(spec: WorkerSpec) -> dict[str, str]:
 def memory_file(name: str, data: bytes) -> int:
     """A descriptor to read `data` from, at its beginning."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    with os.fdopen(os.dup(fd), "wb") as file:
+    with open(fd, "wb", closefd=False) as file:
         file.write(data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
@@ -274,9 +280,28 @@ class ExecLauncher:
     ) -> None:
         loop = asyncio.get_running_loop()
         python = python or self._own_python
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        spec_fd = memory_file("gpusup-spec", wire.encode(spec))
         try:
+            pid, read_fd = self._spawn(worker, spec, python)
+        except OSError as error:
+            worker.never_started()
+            loop.call_soon(on_failed, f"cannot start {python}: {error.strerror}")
+            return
+        worker.read_output(read_fd)
+
+        def begin() -> None:
+            on_started(pid)
+            worker.started(pid)
+
+        loop.call_soon(begin)
+
+    def _spawn(self, worker: WorkerProcess, spec: WorkerSpec, python: str) -> tuple[int, int]:
+        """Its pid, and where its output comes. Raises OSError."""
+        with ExitStack() as passed, ExitStack() as kept:
+            read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+            kept.callback(os.close, read_fd)
+            passed.callback(os.close, write_fd)
+            spec_fd = memory_file("gpusup-spec", wire.encode(spec))
+            passed.callback(os.close, spec_fd)
             pid = self._family.spawn(
                 [
                     python,
@@ -294,21 +319,8 @@ class ExecLauncher:
                 output_fd=write_fd,
                 new_session=True,
             )
-        except OSError as error:
-            os.close(read_fd)
-            worker.never_started()
-            loop.call_soon(on_failed, f"cannot start {python}: {error.strerror}")
-            return
-        finally:
-            os.close(spec_fd)
-            os.close(write_fd)
-        worker.read_output(read_fd)
-
-        def begin() -> None:
-            on_started(pid)
-            worker.started(pid)
-
-        loop.call_soon(begin)
+            kept.pop_all()
+        return pid, read_fd
 
     def adopt(self, exported: Mapping[str, Any], on_exit: OnExit) -> WorkerProcess:
         return WorkerProcess.restore(

@@ -1,4 +1,4 @@
-"""Does a worker's resting memory grow with the requests it serves, or with each reload? Pure.
+"""Does a worker's resting memory grow with the requests it serves? Pure.
 
 Allocated bytes are noted with the number of requests served so far; of every stretch of requests
 only the lowest reading counts, since that is the one nearest to rest. A line through those lows
@@ -10,7 +10,6 @@ while it fills, or a step at the first big request, is no leak.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,7 +22,7 @@ _T95: Final = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """Bytes per request (or per reload); `low`..`high` holds it with 95 % confidence."""
+    """Bytes per request; `low`..`high` holds it with 95 % confidence."""
 
     value: float
     low: float
@@ -54,10 +53,6 @@ class Leak:
     """The evidence. `per_thousand`: bytes per thousand requests, the best estimate."""
 
     per_thousand: float
-    low: float
-    limit: float
-    requests: int
-    grown: int
     text: str
 
 
@@ -130,49 +125,9 @@ class LeakWatch:
         per_thousand = whole.value * 1000
         return Leak(
             per_thousand=per_thousand,
-            low=low,
-            limit=self.slope_limit,
-            requests=requests,
-            grown=grown,
             text=(
                 f"resting memory grew by {format_size(grown)} over {requests} requests: "
                 f"{format_size(round(per_thousand))} per thousand (at least "
                 f"{format_size(round(low))}), the limit is {format_size(self.slope_limit)}"
-            ),
-        )
-
-
-class ReloadWatch:
-    """One model version on one device: does each load leave the device fuller than the one before?
-
-    Fed with what is taken on the *idle* device after each release (or with the static use of each
-    new worker): neither may depend on how often it happened.
-    """
-
-    def __init__(self, slope_limit: int, *, window: int = 20) -> None:
-        """`slope_limit`: bytes per reload."""
-        self.slope_limit = slope_limit
-        self._readings: deque[tuple[float, float]] = deque(maxlen=window)
-        self._count = 0
-
-    def note(self, resting: int) -> None:
-        self._readings.append((float(self._count), float(resting)))
-        self._count += 1
-
-    def leak(self) -> Leak | None:
-        slope = fit(self._readings) if len(self._readings) >= 4 else None
-        if slope is None or slope.low <= self.slope_limit:
-            return None
-        grown = int(self._readings[-1][1] - self._readings[0][1])
-        return Leak(
-            per_thousand=slope.value * 1000,
-            low=slope.low * 1000,
-            limit=self.slope_limit * 1000,
-            requests=0,
-            grown=grown,
-            text=(
-                f"resting memory grew by {format_size(grown)} over {len(self._readings)} loads: "
-                f"{format_size(round(slope.value))} per load, "
-                f"the limit is {format_size(self.slope_limit)}"
             ),
         )

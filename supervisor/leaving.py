@@ -50,9 +50,7 @@ async def leave(box: Box) -> int:
 async def _empty_within(box: Box, seconds: float) -> None:
     """Until no worker is left, an operator loses patience, or the time is over."""
     until = time.monotonic() + seconds
-    for _ in range(round(seconds / 0.02)):
-        if box.fleet.is_empty() or time.monotonic() > until:
-            return
+    while not box.fleet.is_empty() and time.monotonic() < until:
         if box.force.is_set() and seconds > LAST_S:
             return
         await asyncio.sleep(0.02)

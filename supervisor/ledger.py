@@ -11,7 +11,6 @@ only what the proxies last reported, for the eye.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -68,17 +67,6 @@ class Ledger:
         else:
             account.total = max(0, total)
 
-    def remove_device(self, device: str) -> None:
-        self._accounts.pop(device, None)
-        for key in [k for k, h in self._holdings.items() if h.device == device]:
-            del self._holdings[key]
-
-    def devices(self) -> tuple[str, ...]:
-        return tuple(self._accounts)
-
-    def total(self, device: str) -> int:
-        return self._accounts[device].total
-
     # -- what the device shows --------------------------------------------------------------------
 
     def sample(self, device: str, used: int, ours: int) -> None:
@@ -96,16 +84,6 @@ class Ledger:
         if not account.baseline_seen or used < account.baseline:
             account.baseline = max(0, used)
             account.baseline_seen = True
-
-    def baseline(self, device: str) -> int:
-        return self._accounts[device].baseline
-
-    def idle_at(self, device: str) -> int:
-        """Used bytes up to which an idle device counts as back at its baseline."""
-        account = self._accounts[device]
-        return account.baseline + max(
-            IDLE_TOLERANCE_BYTES, int(IDLE_TOLERANCE_SHARE * account.total)
-        )
 
     def foreign(self, device: str) -> int:
         return self._accounts[device].foreign
@@ -126,18 +104,6 @@ class Ledger:
 
     def holding(self, slot: str, generation: int) -> Holding | None:
         return self._holdings.get((slot, generation))
-
-    def can_hold(self, device: str, size: int, *, without: Iterable[tuple[str, int]] = ()) -> bool:
-        """Whether `size` more bytes could be promised, if the workers in `without` were gone."""
-        gone = sum(
-            h.bytes for key in without if (h := self._holdings.get(key)) and h.device == device
-        )
-        account = self._accounts.get(device)
-        if account is None:
-            return False
-        plannable = int(self.share * account.total) - self.safety
-        taken = account.baseline + account.foreign + self.promised(device) - gone
-        return taken + size <= plannable
 
     def reserve(
         self, device: str, slot: str, generation: int, static: int, peak: int = 0

@@ -135,6 +135,7 @@ class Life:
         self._judge_after = 0.0
         self._verdict: Outcome | None = None  # decided before the death, e.g. a hang
         self._steps = -1
+        self._dumping = False
 
     # -- what the fleet may ask for ---------------------------------------------------------------
 
@@ -208,11 +209,6 @@ class Life:
                     _LOAD_CAUSES.get(event.cause, Cause.LOAD_FAILED), event.text
                 )
                 return []
-            case ev.WorkerReported():
-                self.memory = event.memory
-                self.graphs.update(event.graphs)
-                self.peaks.update(event.peaks)
-                return []
             case ev.ProgressSeen():
                 return self._judge(event, now)
             case ev.WorkerFenced():
@@ -249,7 +245,7 @@ class Life:
                 text = f"{self.phase} took over {c.warm_up_limit:g} s"
                 return self.kill(now, Outcome(Cause.HANG, text), dump=True)
             case State.DRAINING:
-                text = f"not drained within {c.drain_limit:g} s"
+                text = f"not drained within {self._deadline - self.since:g} s"
                 return self.kill(now, Outcome(Cause.REQUESTED, text))
             case State.STOPPING:
                 # TERM is only a courtesy: nothing is left in it.
@@ -302,8 +298,6 @@ class Life:
         return life
 
     # -- parts ------------------------------------------------------------------------------------
-
-    _dumping = False
 
     def _kill_now(self, now: float, why: str) -> list[Action]:
         self._dumping = False
@@ -408,12 +402,11 @@ class Life:
         return Signal(slot=self.slot, generation=self.generation, name=name, why=why)
 
 
+#: The others are LOAD_FAILED.
 _LOAD_CAUSES: Final = {
     "config": Cause.CONFIG,
     "oom": Cause.LOAD_OOM,
-    "golden": Cause.LOAD_FAILED,
     "device": Cause.CONFIG,
-    "error": Cause.LOAD_FAILED,
 }
 
 

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gpusup.conf.places import LONGEST_SOCKET, SOCKET_PATH_LIMIT, parse_listen
+from gpusup.conf.places import LONGEST_SOCKET, SOCKET_PATH_LIMIT, host_port, parse_listen
 
+_CONTROL: Final = "control.sock"
+_WORKERS: Final = "workers.sock"
 _FIRST_PASSED_FD: Final = 3  # by systemd's convention (SD_LISTEN_FDS_START)
 
 
@@ -40,11 +42,11 @@ class Listeners:
 
     @property
     def control_path(self) -> str:
-        return str(self.run_dir / "control.sock")
+        return str(self.run_dir / _CONTROL)
 
     @property
     def workers_path(self) -> str:
-        return str(self.run_dir / "workers.sock")
+        return str(self.run_dir / _WORKERS)
 
     def close(self) -> None:
         """Close all and take our files away. The lock goes last: until then nobody may start."""
@@ -104,9 +106,9 @@ def open_all(listen: str, run_dir: Path, *, backlog: int = 1024, group: str = ""
     try:
         tcp, address = bind_port(listen, backlog)
         opened.append(tcp)
-        control = _unix_socket(run_dir / "control.sock", 0o660, group_id)
+        control = _unix_socket(run_dir / _CONTROL, 0o660, group_id)
         opened.append(control)
-        workers = _unix_socket(run_dir / "workers.sock", 0o600, -1)
+        workers = _unix_socket(run_dir / _WORKERS, 0o600, -1)
     except BaseException:
         for sock in opened:
             sock.close()
@@ -189,8 +191,7 @@ def _name(sock: socket.socket) -> str:
     name = sock.getsockname()
     if not isinstance(name, tuple):
         return f"unix:{name}"
-    host, port = name[0], name[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(name[0], name[1])
 
 
 def _group_id(group: str) -> int:

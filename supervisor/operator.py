@@ -6,7 +6,7 @@ import asyncio
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -70,7 +70,7 @@ class Operator:
                     )
                     for info in box.pulse.infos
                 ),
-                proxies=tuple(self._proxy_views()),
+                proxies=tuple(self._proxy_views(rows)),
                 changes=tuple(
                     status.change_view(c, now) for c in fleet.changes.values() if c.is_active()
                 ),
@@ -80,9 +80,9 @@ class Operator:
         )
         return result
 
-    def _proxy_views(self) -> Iterator[wire.ProxyView]:
+    def _proxy_views(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[wire.ProxyView]:
         latest = self.box.tallies.latest
-        for row in self.box.proxies.state():
+        for row in rows:
             report = latest.get(row["name"], wire.ProxyReport())
             yield wire.ProxyView(
                 name=row["name"],
@@ -227,10 +227,11 @@ class Operator:
             wish = msgspec.convert(dict(options), ReloadWish, strict=False)
         except msgspec.ValidationError as error:
             raise CommandError(f"{model}: {error}") from error
-        wish = self.box.resolve_wish(model, wish)
+        wish = self.box.resolve_wish(wish)
         if wish.dry_run:
             try:
-                return {"plan": verbs.plan(self.box.runtime.fleet, model, wish)}
+                runtime = self.box.runtime
+                return {"plan": verbs.plan(runtime.fleet, model, wish, runtime.now())}
             except Refused as refused:
                 _refuse(refused)
         fleet = self.box.runtime.fleet

@@ -163,6 +163,10 @@ class OutputReader:
 
     def export(self) -> int:
         """Let go of the descriptor and return it."""
+        if self._fd < 0:  # a worker may close its output and live on: hand on one that has ended
+            fd, write_fd = os.pipe2(os.O_CLOEXEC)
+            os.close(write_fd)
+            return fd
         self._loop.remove_reader(self._fd)
         self._cutter.end()
         fd, self._fd = self._fd, -1

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from gpusup.conf.schema import Config
 from gpusup.conf.units import format_size
 
 #: A CUDA context with its kernels, as measured on an H200 (0.5 to 0.6 GiB), rounded up.
-CONTEXT_BYTES: Final = 600 * 2**20
+CONTEXT_BYTES: Final = 640 * 2**20
 
 #: `workers = "auto"` starts no more than this on one device: further ones share the same compute
 #: and only cost memory. An explicit number is taken at its word.
@@ -34,6 +35,11 @@ class Marks:
     queue: float = 0.85
     shed: float = 0.92
     safety: int = 2**30
+
+    @classmethod
+    def of(cls, config: Config) -> Marks:
+        mark = config.watermark
+        return cls(queue=mark.queue, shed=mark.shed, safety=config.devices.safety)
 
     def __post_init__(self) -> None:
         if not 0 < self.queue < self.shed <= 1:
@@ -54,13 +60,6 @@ class Fit:
     binds: Binds
     reason: str
     lines: tuple[str, ...]
-
-
-def naive_workers(*, total: int, safety: int, model: int) -> int:
-    """The usual rule, which knows neither the marks nor what a batch takes."""
-    if model <= 0:
-        raise ValueError(f"a model must take some memory, got {model} bytes")
-    return max(0, (total - safety) // model)
 
 
 def workers_per_device(
@@ -85,7 +84,8 @@ def workers_per_device(
     queue_bytes = int(marks.queue * total)
     by_peak = max(0, (shed_bytes - marks.safety) // (static + peak))
     by_rest = max(0, queue_bytes // static)
-    naive = naive_workers(total=total, safety=marks.safety, model=static)
+    # The usual rule, which knows neither the marks nor what a batch takes.
+    naive = max(0, (total - marks.safety) // static)
     workers = min(by_peak, by_rest)
     binds: Binds = "both" if by_peak == by_rest else "peak" if by_peak < by_rest else "rest"
     if limit is not None and limit < workers:
@@ -225,12 +225,11 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """A device as placement sees it. `used`: bytes that others hold and will keep."""
+    """A device as placement sees it."""
 
     device: str
     kind: Literal["cuda", "cpu"]
     total: int
-    used: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +272,7 @@ class _Filling:
         safety = (
             self.marks.safety if self.room.kind == "cuda" else min(self.marks.safety, total // 8)
         )
-        rest = self.room.used + self.static + need.static
+        rest = self.static + need.static
         work = rest + self.peak + need.peak + safety
         shed, queue = int(self.marks.shed * total), int(self.marks.queue * total)
         if work > shed:

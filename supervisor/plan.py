@@ -11,10 +11,12 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpusup.conf.load import ConfigError, load
+from gpusup.conf.places import weights_of
 from gpusup.conf.safetensors_header import weights_bytes
 from gpusup.conf.schema import Config, ModelConfig
 from gpusup.conf.units import format_size, parse_share, parse_size
@@ -168,16 +170,9 @@ def _add_llm(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
 
 
 def _marks(arguments: argparse.Namespace, config: Config | None) -> Marks:
-    config = config or Config()
-
-    def given(value: Any, default: Any) -> Any:
-        return default if value is None else value
-
-    return Marks(
-        queue=given(arguments.queue, config.watermark.queue),
-        shed=given(arguments.shed, config.watermark.shed),
-        safety=given(arguments.safety, config.devices.safety),
-    )
+    words = {name: getattr(arguments, name) for name in ("queue", "shed", "safety")}
+    given = {name: value for name, value in words.items() if value is not None}
+    return replace(Marks.of(config or Config()), **given)
 
 
 def _add_numbers(arguments: argparse.Namespace, peak: int, result: dict[str, Any]) -> bool:
@@ -304,14 +299,15 @@ def _need(
 ) -> Need:
     """What a worker of the model takes, as well as can be told without running it."""
     static = model.static
+    path = Path(weights_of(model.weights, model.version))
     on_gpu = any(room.kind == "cuda" for room in rooms)
     if static:
         lines.append(f"{name}: {format_size(static)} at rest, as configured")
-    elif model.weights.endswith(".safetensors") and Path(model.weights).is_file():
-        weights = weights_bytes(Path(model.weights))
+    elif path.suffix == ".safetensors" and path.is_file():
+        weights = weights_bytes(path)
         static = weights + (CONTEXT_BYTES if on_gpu else 0)
         lines.append(
-            f"{name}: {format_size(static)} at rest, from {Path(model.weights).name}"
+            f"{name}: {format_size(static)} at rest, from {path.name}"
             + (f" and {format_size(CONTEXT_BYTES)} for the CUDA context" if on_gpu else "")
         )
     else:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import mmap
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from gpusup.conf.schema import DevicesConfig, ProbeConfig
 from gpusup.worker.frame import pack
 
 from .channel import Channel
-from .family import Family, Watch, clean_env
+from .family import Family, Watch, clean_env, kill
 from .probe_wire import (
     CALL_PAGE_BYTES,
     Beat,
@@ -155,9 +154,6 @@ class ProbeLink:
         sample = self._samples.get(device)
         return None if sample is None else (sample, max(0.0, self._now() - sample.at))
 
-    def devices(self) -> tuple[str, ...]:
-        return tuple(self._samples)
-
     def export(self) -> dict[str, str]:
         """Which devices are in trouble: without it the end of the trouble would pass unseen."""
         return {name: verdict for name, verdict in self._troubled.items() if verdict != "none"}
@@ -180,6 +176,11 @@ class ProbeLink:
             await asyncio.wait_for(self._all_gone.wait(), limit_s)
         return not self._dying
 
+    def pids(self) -> set[int]:
+        """Of the probe, and of those that were killed and still hang in the driver."""
+        current = set() if self._current is None else {self._current.pid}
+        return current | set(self._dying)
+
     # -- its life ---------------------------------------------------------------------------------
 
     @property
@@ -198,35 +199,41 @@ class ProbeLink:
             self._enter("blind", "the driver does not answer; two probes are stuck in it")
             self._give_first(())
             return
-        ours, theirs = socket.socketpair()
-        page_fd = os.memfd_create("gpusup-probe-call", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(page_fd, CALL_PAGE_BYTES)
-            page = mmap.mmap(page_fd, CALL_PAGE_BYTES)
-            # -P: a file called signal.py in the current folder is none of ours.
-            argv = [sys.executable, "-P", "-m", "gpusup.supervisor.probe"]
-            argv += ["--fd", str(theirs.fileno()), "--page-fd", str(page_fd)]
-            pid = self._family.spawn(argv, env=clean_env(), pass_fds=(theirs.fileno(), page_fd))
+            pid, ours, page = self._spawn()
         except OSError as error:
-            ours.close()
             self._enter("waiting", f"cannot start the probe: {error.strerror}")
             self._schedule()
             return
-        finally:
-            theirs.close()
-            os.close(page_fd)
+        channel = Channel(ours, self._heard, self._ended)
+        process = _Process(pid, channel, page, self._now())
+        process.watch = self._family.watch(pid, lambda code, words: self._gone(pid, code, words))
+        self._current = process
+        self._enter("starting", self.reason)
+
+    def _spawn(self) -> tuple[int, socket.socket, mmap.mmap]:
+        """Its pid, our end of its line, its page. OSError also where descriptors run out."""
         settings = ProbeSettings(
             interval=self._config.interval,
             library=self._config.library,
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
             use=self._use,
         )
-        ours.sendall(pack(encode(settings)))
-        channel = Channel(ours, self._heard, self._ended)
-        process = _Process(pid, channel, page, self._now())
-        process.watch = self._family.watch(pid, lambda code, words: self._gone(pid, code, words))
-        self._current = process
-        self._enter("starting", self.reason)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, open(os.memfd_create("gpusup-probe-call", os.MFD_CLOEXEC), "r+b") as file:
+                fds = (theirs.fileno(), file.fileno())
+                os.ftruncate(fds[1], CALL_PAGE_BYTES)
+                page = mmap.mmap(fds[1], CALL_PAGE_BYTES)
+                # -P: a file called signal.py in the current folder is none of ours.
+                argv = [sys.executable, "-P", "-m", "gpusup.supervisor.probe"]
+                argv += ["--fd", str(fds[0]), "--page-fd", str(fds[1])]
+                ours.sendall(pack(encode(settings)))  # before it can be gone again
+                pid = self._family.spawn(argv, env=clean_env(), pass_fds=fds)
+        except OSError:
+            ours.close()
+            raise
+        return pid, ours, page
 
     def _schedule(self) -> None:
         if self.state in ("stopped", "absent") or self._next_start is not None:
@@ -243,8 +250,7 @@ class ProbeLink:
         process.channel.close()
         self._dying[process.pid] = process
         self._all_gone.clear()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        kill(process.pid)
         if why != "stopped":
             self.restarts += 1
             if self._now() - process.started >= HEALTHY_S:

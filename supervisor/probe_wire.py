@@ -82,7 +82,6 @@ class GpuEvent(Struct, frozen=True, tag="event", tag_field="t", kw_only=True):
     uuid: str = ""
     bus: str = ""
     xid: int | None = None
-    recovery_action: int | None = None
     text: str = ""
     at: float = 0.0
     source: Literal["nvml", "kmsg"] = "nvml"

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from . import wire
 from .channel import ENDED, Channel
-from .family import Family, Watch, clean_env
+from .family import Family, Watch, clean_env, kill
 from .launcher import memory_file
 from .wire import DeviceUpdate, FromProxy, Listening, Snapshot, StopProxy, ToProxy
 
@@ -90,6 +88,7 @@ class Proxies:
         self._proxies: dict[str, _Proxy] = {}
         self._snapshot: Snapshot | None = None
         self._waits: dict[str, float] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # of the next start
         self._restarts: dict[str, int] = {}
         self._closed = False
         self._all_listening = asyncio.Event()
@@ -100,15 +99,17 @@ class Proxies:
         for number in range(self.count):
             self._start(f"proxy{number}")
 
+    def _names(self) -> set[str]:
+        return {f"proxy{number}" for number in range(self.count)}
+
     async def listening(self) -> None:
         """Returns when each has said once that it takes connections."""
         await self._all_listening.wait()
 
     def state(self) -> list[dict[str, Any]]:
         """One row each: name, pid, state, restarts; the missing ones as `down`."""
-        names = {f"proxy{number}" for number in range(self.count)} | set(self._proxies)
         rows = []
-        for name in sorted(names):
+        for name in sorted(self._names() | set(self._proxies)):
             proxy = self._proxies.get(name)
             state = "down"
             if proxy:
@@ -126,16 +127,18 @@ class Proxies:
         return rows
 
     def knows(self, name: str) -> bool:
-        return name in self._proxies or name in {f"proxy{n}" for n in range(self.count)}
+        """Whether it can be replaced: one that is just leaving can't."""
+        proxy = self._proxies.get(name)
+        return not proxy.leaving if proxy else name in self._names()
 
     async def restart(self, name: str, limit_s: float) -> str:
         """Replace one: the new one listens before the old one stops. Returns "" or what failed.
 
         With `limit_s` the old one may finish what it has.
         """
-        old = self._proxies.get(name)
-        if old is None and not self.knows(name):
+        if not self.knows(name):
             return f"there is no {name}"
+        old = self._proxies.get(name)
         if old:
             elder = self._proxies.get(f"{name}-old")
             if elder:  # a second replacement ends the first one's wait
@@ -151,6 +154,10 @@ class Proxies:
                 await failed.gone.wait()
             if old and not old.gone.is_set():
                 self._rename(old, name, leaving=False)  # it has never stopped serving
+                # What it reported under the other name would stay there for ever.
+                self._on_gone(f"{name}-old")
+            else:
+                self._again(name)  # the one that was killed here is followed by nobody
             return f"the new {name} did not listen within {_NEW_ONE_S:g} s"
         self._restarts[name] = self._restarts.get(name, 0) + 1
         if old:
@@ -192,33 +199,40 @@ class Proxies:
             proxy.channel.close()
 
     def _start(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()
         if self._closed or name in self._proxies:
             return
-        ours, its = socket.socketpair()
-        config_fd = memory_file("gpusup-proxy-config", self.config)
-        fds = (self._listener.fileno(), its.fileno(), config_fd)
-        argv = [
-            *self._command,
-            "--listen-fd",
-            str(fds[0]),
-            "--link-fd",
-            str(fds[1]),
-            "--config-fd",
-            str(fds[2]),
-            "--name",
-            name,
-        ]
         try:
-            pid = self._family.spawn(argv, env=clean_env(), pass_fds=fds, new_session=True)
+            pid, ours = self._spawn(name)
         except OSError as error:
-            ours.close()
             self._on_note(f"cannot start {name}: {error.strerror}")
             self._again(name)
             return
-        finally:
-            its.close()
-            os.close(config_fd)
         self._take(name, pid, ours)
+
+    def _spawn(self, name: str) -> tuple[int, socket.socket]:
+        """Its pid and our end of its line. Raises OSError, also where descriptors run out."""
+        ours, its = socket.socketpair()
+        try:
+            with its, open(memory_file("gpusup-proxy-config", self.config), "rb") as config:
+                fds = (self._listener.fileno(), its.fileno(), config.fileno())
+                argv = [
+                    *self._command,
+                    "--listen-fd",
+                    str(fds[0]),
+                    "--link-fd",
+                    str(fds[1]),
+                    "--config-fd",
+                    str(fds[2]),
+                    "--name",
+                    name,
+                ]
+                pid = self._family.spawn(argv, env=clean_env(), pass_fds=fds, new_session=True)
+        except OSError:
+            ours.close()
+            raise
+        return pid, ours
 
     def _take(
         self, name: str, pid: int, sock: socket.socket, unread: bytes = b"", unsent: bytes = b""
@@ -262,7 +276,9 @@ class Proxies:
     def _again(self, name: str) -> None:
         wait = self._waits.get(name, _FIRST_WAIT_S)
         self._waits[name] = min(wait * 2, _WAIT_LIMIT_S)
-        self._loop.call_later(wait, self._start, name)
+        if timer := self._timers.get(name):
+            timer.cancel()
+        self._timers[name] = self._loop.call_later(wait, self._start, name)
 
     async def _gone_within(self, proxy: _Proxy, limit_s: float) -> None:
         try:
@@ -275,8 +291,7 @@ class Proxies:
 
     def _kill(self, proxy: _Proxy) -> None:
         if not proxy.gone.is_set():
-            with suppress(ProcessLookupError):
-                os.kill(proxy.pid, signal.SIGKILL)
+            kill(proxy.pid)
 
     # -- talking ---------------------------------------------------------------------------------
 
@@ -313,10 +328,13 @@ class Proxies:
         message = wire.decode_from_proxy(body)
         if isinstance(message, Listening):
             proxy.address = message.address
-            serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
-            if serving >= self.count:
-                self._all_listening.set()
+            self._note_listening()
         self._on_message(proxy.name, message)
+
+    def _note_listening(self) -> None:
+        serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
+        if serving >= self.count:
+            self._all_listening.set()
 
     def _cut_off(self, proxy: _Proxy, why: str) -> None:
         # Without its line it serves an old world: it ends by itself, or is ended.
@@ -333,6 +351,10 @@ class Proxies:
         for proxy in self._proxies.values():
             if proxy.watch:
                 proxy.watch.cancel()
+            if proxy.channel.closed:  # nobody can talk to it any more: `restore` starts another
+                self._kill(proxy)
+                self._on_gone(proxy.name)
+                continue
             rows.append(
                 {
                     "name": proxy.name,
@@ -356,9 +378,6 @@ class Proxies:
                 row["unsent"],
             )
             proxy.leaving = row["leaving"]
-            if row["address"]:
-                proxy.address = row["address"]
+            proxy.address = row["address"]
         self.start()
-        serving = sum(bool(p.address) and not p.leaving for p in self._proxies.values())
-        if serving >= self.count:
-            self._all_listening.set()
+        self._note_listening()

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from gpusup.conf.schema import Config
 from gpusup.worker import wire as worker_wire
 from gpusup.worker.wire import Memory
 
 from . import wire
-from .devices import Baselines, CpuDevice, cpu_sample, device_info
+from .devices import Baselines, CpuDevice, context_bytes, cpu_sample, device_info
 from .events import DeviceSampled, ProgressSeen, Ticked
+from .family import read_process
 from .life import ROUTED, State
 from .probe_wire import DeviceSample
 from .runtime import Runtime
@@ -74,7 +75,8 @@ class Pulse:
                 continue
             state = "S"
             if life.state is State.SUSPECT and life.pid:
-                state = process_state(life.pid)
+                process = read_process(life.pid)
+                state = process.state if process else "?"
             self.runtime.post(
                 ProgressSeen(
                     slot=key[0],
@@ -101,18 +103,33 @@ class Pulse:
             if life.device == device and not life.exited
         ]
 
+    def _add_contexts(self, sample: DeviceSample) -> None:
+        """Workers can't say what their contexts take."""
+        for life in self.runtime.fleet.lives():
+            if life.device == sample.name and not life.exited:
+                context = context_bytes(life.memory, life.pid, sample.processes)
+                if context != life.memory.context:
+                    life.memory = replace(life.memory, context=context)
+
     def sample(self, device: str, now: float) -> DeviceSample | None:
+        return self._sample(device, self.memory_on(device), now)
+
+    def _sample(self, device: str, memories: list[Memory], now: float) -> DeviceSample | None:
         if device in self.cpus:
-            return cpu_sample(self.cpus[device], self.memory_on(device), now)
+            return cpu_sample(self.cpus[device], memories, now)
         found = self.samples.latest(device)
         return found[0] if found else None
 
     def look_at_devices(self, now: float) -> None:
         fleet = self.runtime.fleet
         infos = []
+        our_pids = [life.pid for life in fleet.lives() if life.pid]
         for name, device in fleet.devices.items():
-            sample = self.sample(name, now)
             memories = self.memory_on(name)
+            sample = self._sample(name, memories, now)
+            if sample is not None and sample.kind == "cuda":
+                self._add_contexts(sample)
+                memories = self.memory_on(name)
             if sample is None:
                 infos.append(_blank(name, device.place.uuid, device.total))
                 self.runtime.post(DeviceSampled(device=name, total=0, used=0, ours=0, known=False))
@@ -137,7 +154,7 @@ class Pulse:
                 stale_after=self.config.watermark.stale_after,
                 budget=budget,
                 baseline=baseline,
-                our_pids=[life.pid for life in fleet.lives() if life.pid],
+                our_pids=our_pids,
             )
             infos.append(info)
             used = info.total - info.free
@@ -174,10 +191,3 @@ def _blank(name: str, uuid: str, total: int) -> wire.DeviceInfo:
         known=False,
         age_s=-1.0,
     )
-
-
-def process_state(pid: int) -> str:
-    """R, S, D, Z, ...; "?" if it is gone."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "?"

@@ -46,7 +46,6 @@ class DeviceReader:
     ) -> None:
         self.handle = handle
         self.name = name
-        self.uuid = uuid
         self._library = library
         self._calling = calling
         self._fixed: dict[str, Any] = {
@@ -61,10 +60,6 @@ class DeviceReader:
         self._kept: dict[str, Any] = {}
         self._often_at = -OFTEN_S
         self._seldom_at = -SELDOM_S
-
-    @property
-    def bus(self) -> str:
-        return str(self._fixed["bus"])
 
     def read(self, now: float) -> DeviceSample:
         """Raises NvmlTrouble only for "gone": then no call of this process can succeed any more."""

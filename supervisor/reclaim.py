@@ -144,9 +144,11 @@ async def wait_released(
     began = now()
     pid_gone_s: float | None = None
     looks = 0
+    members = [pid]
     while True:
         passed = now() - began
-        members = session_members(pid)
+        if members or passed >= limit_s:  # nobody joins a session that is empty
+            members = session_members(pid)
         sample: DeviceSample | None = None
         if not members and kind == "cpu":
             return Release(returned=True, verified=True, seconds=passed, pid_gone_s=passed)

@@ -54,15 +54,12 @@ class Reclaimer:
         ledger = fleet.books.ledger
 
         def others() -> int:
-            alive = sum(
-                max(life.memory.reserved, life.memory.allocated) + life.memory.context
-                for life in fleet.lives()
-                if life.device == device and not life.exited
-            )
-            return alive + ledger.foreign(device)
+            alive = box.pulse.memory_on(device)
+            held = sum(max(m.reserved, m.allocated) + m.context for m in alive)
+            return held + ledger.foreign(device)
 
         def ours() -> set[int]:
-            return {life.pid for life in fleet.lives() if not life.exited}
+            return {life.pid for life in fleet.lives() if not life.exited} | box.probe.pids()
 
         return await wait_released(
             device=device,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LAYOUT_FIELDS = ("workers", "devices")
 
 
-def resolve_wish(box: Box, model: str, wish: ReloadWish) -> ReloadWish:
+def resolve_wish(box: Box, wish: ReloadWish) -> ReloadWish:
     """Relative weights start at the configuration's folder, as in the file."""
     if wish.weights and not Path(wish.weights).is_absolute():
         return msgspec.structs.replace(wish, weights=str(box.loaded.base / wish.weights))
@@ -46,8 +46,8 @@ def reconfigure(box: Box) -> list[str]:
         raise Conflict(text, change=busy[0])
     fixed = [
         name
-        for name in ("server", "devices", "supervision", "probe", "watermark")
-        if getattr(old, name) != getattr(new, name)
+        for name in Config.__struct_fields__
+        if name != "models" and getattr(old, name) != getattr(new, name)
     ]
     if fixed:
         box.runtime.tell(

@@ -6,7 +6,7 @@ series ends with the thing it speaks of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,8 @@ from gpusup.worker.wire import Memory
 from .backoff import Cause
 from .probe_wire import DeviceSample
 from .tally import Labels, Tally
-from .wire import Band, DeviceInfo, ProxyReport
+from .watermark import worst_band
+from .wire import Band, DeviceInfo
 
 _BANDS: tuple[Band, ...] = ("normal", "queue", "shed", "unknown")
 
@@ -50,13 +51,6 @@ class Facts:
     models: Sequence[str] = ()
     limits: Mapping[Band, float] = field(default_factory=dict)
     build: tuple[str, str, str] = ("", "", "")
-
-
-def worst_band(device: str, reports: Iterable[ProxyReport]) -> Band:
-    """As the proxies see it, leases included; "unknown" before the first report."""
-    seen = [report.bands[device] for report in reports if device in report.bands]
-    order: tuple[Band, ...] = ("shed", "queue", "normal")
-    return next((band for band in order if band in seen), "unknown")
 
 
 def render(tally: Tally, facts: Facts) -> str:

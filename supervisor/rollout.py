@@ -17,7 +17,6 @@ from gpusup.conf.schema import ModelConfig
 from . import undo
 from .actions import Action, Assignment, RunCheck
 from .backoff import Cause
-from .books import CONTEXT_BYTES
 from .change import Change
 from .life import Outcome, State
 from .stages import Stage
@@ -160,17 +159,17 @@ class Swap(Change):
             ]
         if self._problem is None:
             return []
-        problem = self._problem or self._misfit()
+        problem = self._problem or self._misfit(now)
         if problem:
             return self.end(now, "failed", f"check: {problem}; nothing was touched")
         self._begin_canary()
         self.stage = Stage.NEXT
         return []
 
-    def _misfit(self) -> str:
+    def _misfit(self, now: float) -> str:
         """Why the ledger says that it can't work, "" if it can."""
         for name in self.todo:
-            found = self.way(self.fleet.slots[name])
+            found = self.way(self.fleet.slots[name], now)
             if found.how == "refused":
                 return found.why
         return ""
@@ -212,7 +211,7 @@ class Swap(Change):
         return self._begin(slot, now)
 
     def _begin(self, slot: Slot, now: float) -> list[Action]:
-        found = self.way(slot)
+        found = self.way(slot, now)
         stands_in = self.fleet.slots.get(self._spare)
         if found.how == "spare" and stands_in is not None and stands_in.is_ready():
             found = Way(
@@ -230,17 +229,15 @@ class Swap(Change):
             return actions + self._start_spare(found.spare, now)
         return actions + self._prepare(slot, now)
 
-    def way(self, slot: Slot) -> Way:
+    def way(self, slot: Slot, now: float) -> Way:
         """How this slot is to be swapped, with the arithmetic."""
         only = [slot] == [s for s in self.fleet.slots_of(self.model, fallback=False) if s.wanted]
         beside = bool(self.canary_share) and only
-        return way(self.fleet, slot, self.new, self.strategy, beside=beside)
+        return way(self.fleet, slot, self.new, now, self.strategy, beside=beside)
 
     def _prepare(self, slot: Slot, now: float) -> list[Action]:
         self.stage = Stage.PREPARE
-        room = self.fleet.books.room(slot.device)
-        on_gpu = self.fleet.devices[slot.device].place.kind == "cuda"
-        context = not on_gpu or room is None or room >= CONTEXT_BYTES
+        context = self.fleet.books.has_room_for_context(slot.device)
         return slot.start_successor(self.new, now, held=True, held_context=context)
 
     def _plain(self, slot: Slot, now: float) -> list[Action]:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from .handover import Carried
 
 log = logging.getLogger("gpusup.supervisor")
-
-#: Found without a name given, in this order.
-USUAL: Final = (Path("/etc/gpusup/gpusup.toml"),)
 
 
 def add_parser(commands: Any) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar, assert_never
 
+from msgspec.structs import replace
+
 from gpusup.worker import wire
 
 from . import actions as act
@@ -52,7 +54,7 @@ class Surroundings(Protocol):
     def persist(self) -> None: ...
     def reclaim(self, slot: str, generation: int, device: str, pid: int) -> None: ...
     def check(self, change: str, assignment: act.Assignment) -> None: ...
-    def was_host_oom(self, pid: int) -> bool: ...
+    def was_host_oom(self) -> bool: ...
     def tidy(self, slot: str, generation: int) -> None: ...
 
 
@@ -62,7 +64,6 @@ class Known:
 
     process: WorkerProcess
     pong: wire.Pong | None = None
-    pong_at: float = 0.0
     last_error: str = ""
     ready_at: float = 0.0
     reports: dict[str, str] = field(default_factory=dict)
@@ -92,7 +93,8 @@ class Runtime:
         self.on_change_end: Callable[[Change], None] = lambda change: None
         self._inbox: deque[Callable[[float], list[act.Action]]] = deque()
         self._busy = False
-        self._ended: set[str] = set()
+        # What ended before an upgrade in place has been told by the program before us.
+        self._ended = {c.id for c in fleet.changes.values() if not c.is_active()}
 
     # -- the ways in ------------------------------------------------------------------------------
 
@@ -175,13 +177,17 @@ class Runtime:
         key = (action.slot, action.generation)
         self.links.expect(*key)
         self.on_start(action.slot)
-        process = self.launcher.launch(
-            self.around.spec(action),
-            action.assignment.config.python,
-            partial(self._on_started, key),
-            partial(self._on_failed, key),
-            partial(self._on_exit, key),
-        )
+        try:
+            process = self.launcher.launch(
+                self.around.spec(action),
+                action.assignment.config.python,
+                partial(self._on_started, key),
+                partial(self._on_failed, key),
+                partial(self._on_exit, key),
+            )
+        except OSError as error:
+            self._on_failed(key, f"cannot start a worker: {error.strerror}")
+            return
         self.workers[key] = Known(process)
 
     def adopt(self, key: Key, process: WorkerProcess) -> None:
@@ -204,9 +210,10 @@ class Runtime:
     def _on_exit(self, key: Key, returncode: int, words: str) -> None:
         slot, generation = key
         known = self.workers.get(key)
-        pid = (known.process.pid or 0) if known else 0
-        host_oom = returncode == -9 and self.around.was_host_oom(pid)
+        host_oom = returncode == -9 and self.around.was_host_oom()
         detail = known.last_error if known else ""
+        if not detail and returncode > 0:  # of a signal the number says all
+            detail = words
         life = self.fleet.life(slot, generation)
         self.links.forget(slot, generation)
         self.post(
@@ -268,13 +275,15 @@ class Runtime:
                     )
                 )
             case wire.Pong():
-                if known:
-                    known.pong, known.pong_at = message, self.now()
                 if life := self.fleet.life(slot, generation):
-                    life.memory = message.memory
+                    # What its context takes is found out elsewhere: the worker doesn't know.
+                    life.memory = replace(message.memory, context=life.memory.context)
+                    message = replace(message, memory=life.memory)
                     life.graphs.update(message.graphs)
                     life.peaks.update(message.peaks)
                     self.on_pong(life, message)
+                if known:
+                    known.pong = message
             case wire.Fenced():
                 if known:
                     known.last_error = message.text
@@ -316,3 +325,4 @@ class Runtime:
             if not change.is_active() and change.id not in self._ended:
                 self._ended.add(change.id)
                 self.on_change_end(change)
+        self._ended &= self.fleet.changes.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from gpusup.worker.wire import Load
 
@@ -13,9 +12,7 @@ from .fleet import Fleet
 from .life import Life
 from .runtime import Key, Known
 from .slot import Slot, Standing
-
-#: What a device's band is, of several proxies' opinions: the worst.
-_BAND_ORDER: Final = ("unknown", "normal", "queue", "shed")
+from .watermark import worst_band
 
 
 def slot_view(
@@ -133,7 +130,6 @@ def device_view(
     release: str = "",
 ) -> wire.DeviceView:
     device = fleet.devices[info.name]
-    bands = [r.bands.get(info.name, "unknown") for r in reports] or ["unknown"]
     return wire.DeviceView(
         name=info.name,
         uuid=info.uuid,
@@ -141,7 +137,7 @@ def device_view(
         total=info.total,
         free=info.free,
         watermark=info.watermark,
-        band=max(bands, key=_BAND_ORDER.index),
+        band=worst_band(info.name, reports),
         known=info.known,
         age_s=info.age_s,
         reclaimable=info.reclaimable,

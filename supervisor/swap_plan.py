@@ -37,7 +37,13 @@ class Way:
 
 
 def way(
-    fleet: Fleet, slot: Slot, new: Assignment, strategy: Strategy = "auto", *, beside: bool = False
+    fleet: Fleet,
+    slot: Slot,
+    new: Assignment,
+    now: float,
+    strategy: Strategy = "auto",
+    *,
+    beside: bool = False,
 ) -> Way:
     """`beside`: the new worker is to serve beside the old one for a while (a canary)."""
     books = fleet.books
@@ -67,7 +73,7 @@ def way(
         gone = f", {format_size(alone)} when the old worker is gone" if alone > room else ""
         return result("refused", f"does not fit on {sums}{gone}")
     if not slot.is_ready():
-        return result("start", f"nobody serves there ({slot.state(0)}); {sums}")
+        return result("start", f"nobody serves there ({slot.state(now)}); {sums}")
     if strategy == "surge" or beside:
         if need > room:
             how = "a canary beside the only worker" if beside else "surge"

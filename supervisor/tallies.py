@@ -65,8 +65,9 @@ class Tallies:
         config = self._box.config.leak
         watch = self._leaks.get(key)
         if watch is None:
-            for old in [k for k in self._leaks if k[0] == life.slot and k[1] < life.generation]:
-                del self._leaks[old]
+            fleet = self._box.fleet
+            self._leaks = {k: w for k, w in self._leaks.items() if fleet.life(*k) is not None}
+            self._alarmed &= self._leaks.keys()
             watch = self._leaks[key] = LeakWatch(config.slope_limit)
         watch.note(pong.counters.rows, pong.memory.allocated, time.monotonic())
         leak = watch.leak()
@@ -113,7 +114,9 @@ class Tallies:
 
     def leak_slopes(self) -> dict[str, float]:
         slopes = {}
-        for (slot, _), watch in self._leaks.items():
+        for (slot, generation), watch in self._leaks.items():
+            if self._box.fleet.life(slot, generation) is None:
+                continue  # its series ends with it
             if (slope := watch.per_thousand()) is not None:
                 slopes[slot] = slope
         return slopes

@@ -10,11 +10,12 @@ import argparse
 import json
 import mimetypes
 import os
-import signal
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,7 @@ from gpusup.worker import wire
 
 from .check import has_gpu
 from .exit_codes import FAILED, NOT_FOUND, OK, USAGE
+from .family import describe
 
 Told = Mapping[str, Any]
 
@@ -167,21 +169,56 @@ def _child(
         return result
     finally:
         os.close(theirs)
+    broken = False
     try:
-        with os.fdopen(ours, "rb") as lines:
-            for line in lines:
+        for line in _lines(process, ours):
+            try:
                 told: Told = json.loads(line)
-                _take(result, told)
-                if hear is not None:
-                    hear(told)
+            except ValueError:
+                broken = True  # killed in the middle of it: its end, which follows, says more
+                continue
+            _take(result, told)
+            if hear is not None:
+                hear(told)
         result.returncode = process.wait(LIMIT_S)
+    except (TimeoutError, subprocess.TimeoutExpired):
+        if not result.problem:
+            result.problem = f"the worker code has moved nothing for {LIMIT_S:g} s"
+            result.cause = "hang"
     finally:
+        os.close(ours)
         if process.poll() is None:
             process.kill()
-            process.wait()
+            result.returncode = process.wait()
     if result.returncode and not result.problem:
         result.problem = f"the worker code ended with {_name(result.returncode)}"
+    elif broken and not result.problem:
+        result.problem = "the worker code ended in the middle of a word"
     return result
+
+
+def _lines(process: subprocess.Popen[bytes], said: int) -> Iterator[bytes]:
+    """What the child says, until it has ended; what it forked may hold the pipe for longer.
+
+    Raises TimeoutError after LIMIT_S of silence.
+    """
+    rest = b""
+    heard = time.monotonic()
+    while True:
+        dead = process.poll() is not None  # asked before the look: its last words are there then
+        if select.select([said], [], [], 0.0 if dead else min(0.2, LIMIT_S))[0]:
+            data = os.read(said, 2**16)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
+            heard = time.monotonic()
+        elif dead:
+            break
+        elif time.monotonic() - heard > LIMIT_S:
+            raise TimeoutError
+    if rest:
+        yield rest
 
 
 def _take(result: Result, told: Told) -> None:
@@ -254,7 +291,7 @@ def _part(part: Told) -> str:
 
 def _name(returncode: int) -> str:
     if returncode < 0:
-        return signal.Signals(-returncode).name
+        return describe(os.CLD_KILLED, -returncode)[1]
     return f"exit code {returncode}"
 
 

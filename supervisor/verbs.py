@@ -168,18 +168,18 @@ def reload(fleet: Fleet, model: str, wish: ReloadWish, now: float) -> tuple[Chan
     )  # fmt: skip
     if not record.loaded:
         swap.todo.clear()
-    if not fleet.active_change(model) and (problem := _gap_problem(swap)):
+    if not fleet.active_change(model) and (problem := _gap_problem(swap, now)):
         raise Refused("conflict", problem)
     return swap, fleet.start_change(swap, now)
 
 
-def _gap_problem(swap: Swap) -> str:
+def _gap_problem(swap: Swap, now: float) -> str:
     """Why the longest gap that the operator accepts is too short; "" where none was named."""
     if swap.allow_gap is None:
         return ""
     for name in swap.todo:
         slot = swap.fleet.slots[name]
-        if swap.way(slot).how != "in-place" or not leaves_none(swap.fleet, slot):
+        if swap.way(slot, now).how != "in-place" or not leaves_none(swap.fleet, slot):
             continue
         expected = expected_gap_s(slot)
         if expected > swap.allow_gap:
@@ -261,7 +261,7 @@ def unload(fleet: Fleet, model: str, now: float) -> tuple[Change, list[Action]]:
     return change, actions + fleet.start_change(change, now)
 
 
-def plan(fleet: Fleet, model: str, wish: ReloadWish) -> list[dict[str, Any]]:
+def plan(fleet: Fleet, model: str, wish: ReloadWish, now: float) -> list[dict[str, Any]]:
     """What a reload would do, slot by slot, with the arithmetic. Touches nothing."""
     new = wished(fleet, model, wish)
     names = _slots_for(fleet, model, wish.slots)
@@ -272,7 +272,7 @@ def plan(fleet: Fleet, model: str, wish: ReloadWish) -> list[dict[str, Any]]:
     lines = []
     for name in names:
         slot = fleet.slots[name]
-        found = swap.way(slot)
+        found = swap.way(slot, now)
         why = found.why
         if found.how == "in-place" and leaves_none(fleet, slot):
             hold = new.config.hold if wish.allow_gap is None else wish.allow_gap
@@ -290,6 +290,6 @@ def plan(fleet: Fleet, model: str, wish: ReloadWish) -> list[dict[str, Any]]:
                 "spare": found.spare,
             }
         )
-    if problem := _gap_problem(swap):
+    if problem := _gap_problem(swap, now):
         lines[0]["why"] = f"refused: {problem}"
     return lines

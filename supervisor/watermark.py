@@ -1,4 +1,4 @@
-"""How full a device really is, and which band that puts it in. Pure.
+"""How full a device really is, and the worst band that a proxy sees it in. Pure.
 
 PyTorch keeps what it once took, so the driver's "used" stays at the high mark of the biggest batch
 ever. What a worker has reserved but not allocated can be had back by asking; it counts as free.
@@ -7,17 +7,14 @@ ever. What a worker has reserved but not allocated can be had back by asking; it
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from gpusup.worker.wire import Memory
 
-from .wire import Band
+from .wire import Band, ProxyReport
 
 #: More than any device has: a driver that says so is not telling anything.
 MOST_BYTES: Final = 2**50
-
-_ORDER: Final = {"normal": 0, "queue": 1, "shed": 2}
 
 
 def plausible(total: int | None, free: int | None) -> bool:
@@ -41,47 +38,8 @@ def watermark(total: int | None, free: int | None, reclaim: int = 0) -> float | 
     return min(1.0, max(0.0, 1 - (free + max(0, reclaim)) / total))
 
 
-def projected(mark: float | None, total: int, promised: int, cost: int = 0) -> float | None:
-    """Use with what is leased but not yet allocated (`promised`) and one more request of `cost`."""
-    if mark is None or total <= 0:
-        return None
-    return mark + (max(0, promised) + max(0, cost)) / total
-
-
-@dataclass(frozen=True, slots=True)
-class Bands:
-    """Where the bands begin. A band is left only `hysteresis` below where it was entered."""
-
-    queue: float = 0.85
-    shed: float = 0.92
-    hysteresis: float = 0.02
-
-    def __post_init__(self) -> None:
-        if not 0 < self.queue < self.shed <= 1:
-            raise ValueError(
-                f"watermark.queue must be below watermark.shed, "
-                f"got {self.queue:g} and {self.shed:g}"
-            )
-        if not 0 <= self.hysteresis < self.queue:
-            raise ValueError(
-                f"watermark.hysteresis must be below watermark.queue, "
-                f"got {self.hysteresis:g} and {self.queue:g}"
-            )
-
-    def plain(self, use: float) -> Literal["normal", "queue", "shed"]:
-        """The band of a use, without regard to where the device comes from."""
-        return "shed" if use >= self.shed else "queue" if use >= self.queue else "normal"
-
-    def next(self, before: Band, use: float | None) -> Band:
-        """The band after `before` at this use; `unknown` where the use is None.
-
-        From unknown there is no memory of a band, so the plain one holds.
-        """
-        if use is None:
-            return "unknown"
-        now = self.plain(use)
-        if before == "unknown" or _ORDER[now] >= _ORDER[before]:
-            return now
-        # Falling: each mark on the way down counts only once the use is clear of it.
-        lowered = self.plain(use + self.hysteresis)
-        return lowered if _ORDER[lowered] < _ORDER[before] else before
+def worst_band(device: str, reports: Iterable[ProxyReport]) -> Band:
+    """As the proxies see it, leases included; "unknown" before the first report."""
+    seen = [report.bands[device] for report in reports if device in report.bands]
+    order: tuple[Band, ...] = ("shed", "queue", "normal")
+    return next((band for band in order if band in seen), "unknown")

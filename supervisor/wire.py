@@ -270,7 +270,7 @@ class SlotView(Struct, frozen=True, kw_only=True):
     beat_age_s: float | None = None
     progress_age_s: float | None = None
     phase: str = ""
-    memory: dict[str, int] = {}  # bytes: allocated, reserved, peak, static, cap
+    memory: dict[str, int] = {}  # bytes: allocated, reserved, peak, static, context
     graphs: dict[str, str] = {}  # bucket/rows -> "captured", or why it runs eagerly
     seconds: dict[str, float] = {}  # phases of the start
     successor: str = ""  # a second worker in the slot: the next version, or a canary

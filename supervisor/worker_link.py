@@ -86,9 +86,6 @@ class WorkerLinks:
         link.send(wire.encode(message))
         return True
 
-    def connected(self, slot: str, generation: int) -> bool:
-        return (slot, generation) in self._links
-
     def close(self) -> None:
         self._loop.remove_reader(self._listener)
         for channel in [*self._links.values(), *(s.channel for s in self._strangers)]:

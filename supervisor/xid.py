@@ -32,10 +32,6 @@ def _span(*parts: int | range) -> frozenset[int]:
     return frozenset(n for part in parts for n in ([part] if isinstance(part, int) else part))
 
 
-RESTART: Final = _span(
-    8, 11, 13, 25, 31, 32, range(39, 42), 60, 68, 69, range(70, 73), range(75, 78), 80,
-    range(82, 87), 88, 89, 94, range(96, 106), range(126, 136), 139,
-)  # fmt: skip
 RESET: Final = _span(46, 48, 62, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158)
 NODE: Final = _span(79, 151)
 RETIRE: Final = _span(64)
@@ -67,9 +63,6 @@ NAMES: Final = {
     140: "unrecovered ECC error",
     154: "the recovery action changed",
 }
-
-#: Xids after which calls into the driver may block for good.
-DRIVER_MAY_HANG: Final = frozenset({79, 119, 120})
 
 
 def verdict_of_xid(xid: int) -> Verdict:

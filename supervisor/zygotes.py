@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from gpusup.worker import wire
 from gpusup.worker.wire import Spawn, Spawned, SpawnRefused, WorkerSpec, ZygoteReady
 
 from .channel import ENDED, Channel
-from .family import MARKER, Family, OnExit, Watch, clean_env
+from .family import MARKER, Family, OnExit, Watch, clean_env, kill
 from .launcher import ExecLauncher, Logs, OnFailed, OnStarted, WorkerProcess
 from .output import OutputReader
 
@@ -89,28 +88,36 @@ class Zygote:
     def start(self) -> None:
         if self._closed or self.pid is not None:
             return
-        ours, its = socket.socketpair()
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         try:
-            pid = self._family.spawn(
-                [self.python, *self._command, "--fd", str(its.fileno())],
-                env=clean_env({"PYTHONUNBUFFERED": "1", **_ONE_THREAD}),
-                pass_fds=(its.fileno(),),
-                output_fd=write_fd,
-                new_session=True,
-            )
+            pid, link, read_fd = self._start_process()
         except OSError as error:
-            ours.close()
-            os.close(read_fd)
             self._on_note(f"cannot start the zygote {self.python}: {error.strerror}")
             self._retry()
             return
-        finally:
-            its.close()
-            os.close(write_fd)
         self.starts += 1
-        self._take(pid, Channel(ours, self._hear, self._ended), read_fd)
+        self._take(pid, Channel(link, self._hear, self._ended), read_fd)
         self._loop.call_later(START_LIMIT_S, self._too_slow, pid)
+
+    def _start_process(self) -> tuple[int, socket.socket, int]:
+        """Its pid, our end of the link, and where its output comes. Raises OSError."""
+        with ExitStack() as kept:
+            ours, its = socket.socketpair()
+            kept.callback(ours.close)
+            with its:
+                read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+                kept.callback(os.close, read_fd)
+                try:
+                    pid = self._family.spawn(
+                        [self.python, *self._command, "--fd", str(its.fileno())],
+                        env=clean_env({"PYTHONUNBUFFERED": "1", **_ONE_THREAD}),
+                        pass_fds=(its.fileno(),),
+                        output_fd=write_fd,
+                        new_session=True,
+                    )
+                finally:
+                    os.close(write_fd)
+            kept.pop_all()
+        return pid, ours, read_fd
 
     def spawn(self, pending: _Pending) -> None:
         if self._channel is None or self._channel.closed:
@@ -118,7 +125,11 @@ class Zygote:
             return
         worker, spec = pending.worker, pending.spec
         serial = next(self._serials)
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            self._exec(pending)  # which says what is missing, if it still is
+            return
         worker.read_output(read_fd)
         worker.call_off = lambda: self._call_off(serial)
         # What the worker execs is found by this mark, wherever it flees to.
@@ -154,14 +165,14 @@ class Zygote:
         if self._channel:
             self._channel.close()
         if self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            kill(self.pid)
 
     def export(self) -> dict[str, Any] | None:
         """Let go of a zygote that is ready; None if there is none."""
         if self._pending:
             raise ValueError("a worker is just being started")
-        if self.pid is None or not self.ready or not self._channel or not self._output:
+        channel = self._channel if self._channel and not self._channel.closed else None
+        if self.pid is None or not self.ready or not channel or not self._output:
             self.close()
             return None
         self._closed = True
@@ -173,7 +184,7 @@ class Zygote:
             "ready": msgspec.to_builtins(self.ready),
             "starts": self.starts,
             "output_fd": self._output.export(),
-            **self._channel.export(),
+            **channel.export(),
         }
 
     def restore(self, exported: Mapping[str, Any]) -> None:
@@ -229,8 +240,7 @@ class Zygote:
             return
         # Nobody waits for it any more. It is our child all the same.
         self._family.adopt(pid)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        kill(pid)
         self._family.watch(pid, lambda returncode, words: None)
 
     def _call_off(self, serial: int) -> None:
@@ -255,8 +265,7 @@ class Zygote:
         if why:
             self._on_note(why)
         if self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            kill(self.pid)
 
     def _gone(self, returncode: int, words: str) -> None:
         if self._channel:

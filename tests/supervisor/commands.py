@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
-def gpusup(*words: str | Path, limit_s: float = 120.0, cwd: Path | None = None) -> Ended:
+def gpusup(
+    *words: str | Path,
+    limit_s: float = 120.0,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Ended:
     """What the command printed and how it ended. No traceback may reach a user, ever."""
     done = subprocess.run(
         [sys.executable, "-m", "gpusup.supervisor", *map(str, words)],
@@ -16,7 +22,7 @@ def gpusup(*words: str | Path, limit_s: float = 120.0, cwd: Path | None = None) 
         text=True,
         timeout=limit_s,
         cwd=cwd or Path("/"),
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **(env or {})},
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr

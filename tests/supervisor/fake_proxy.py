@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 
@@ -21,6 +22,8 @@ def main() -> None:
         how = file.read().decode()
     if how == "dies":
         sys.exit(3)
+    if how == "mute":
+        signal.pause()
     listener = socket.socket(fileno=given.listen_fd)
     link = socket.socket(fileno=given.link_fd)
 

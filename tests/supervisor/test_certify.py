@@ -7,6 +7,9 @@ import gzip
 import io
 import json
 import random
+import signal
+import subprocess
+import sys
 import tomllib
 import xml.etree.ElementTree as ET
 import zlib
@@ -22,15 +25,16 @@ from gpusup.supervisor.__main__ import main
 from gpusup.supervisor.certify import parse_only, parse_sla
 from gpusup.supervisor.certify_attacks import Attack, attacks, gzip_bomb, png_bomb, png_head
 from gpusup.supervisor.certify_bodies import image, read_sizes, sizes_seen, tensor_body
+from gpusup.supervisor.certify_faults import _kill
 from gpusup.supervisor.certify_hostile import count_records
-from gpusup.supervisor.certify_load import Body
+from gpusup.supervisor.certify_load import Body, Load
 from gpusup.supervisor.certify_math import Sample
 from gpusup.supervisor.certify_report import as_html, as_junit
 from gpusup.supervisor.certify_result import Result
-from gpusup.supervisor.certify_run import TESTS, exit_code, headline
+from gpusup.supervisor.certify_run import TESTS, _one, exit_code, headline
 from gpusup.supervisor.certify_service import CertifyError
 from gpusup.supervisor.certify_stability import load_past, save_past
-from gpusup.supervisor.certify_swap import first_answers, usual_while
+from gpusup.supervisor.certify_swap import BROKEN, first_answers, usual_while, with_broken
 from gpusup.supervisor.certify_toml import derive, to_toml
 
 # -- what it is told ------------------------------------------------------------------------------
@@ -74,6 +78,14 @@ def test_wrong_words_end_with_2_and_a_line(
     err = capsys.readouterr().err
     assert told in err
     assert "Traceback" not in err
+
+
+def test_a_report_that_can_not_be_written_is_said_before_anything_is_tested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["certify", "--report", str(tmp_path / "file" / "report")]) == 1
+    assert capsys.readouterr().err.startswith("gpusup certify: cannot write to ")
 
 
 # -- what it says in the end ----------------------------------------------------------------------
@@ -279,6 +291,49 @@ def test_what_has_no_form_in_toml_is_an_error() -> None:
 
 
 # -- the tests' own rules -------------------------------------------------------------------------
+
+
+async def test_a_disk_that_is_full_fails_the_test_that_met_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Calm:
+        async def settled(self) -> None: ...
+
+    async def run(bench: Any, result: Result) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpusup.supervisor.certify_mixed.run", run)
+    found = await _one("mixed", Calm())  # type: ignore[arg-type]
+    assert found.verdict == "failed"
+    assert "No space left" in found.checks[0].text
+
+
+def test_a_process_that_is_gone_can_not_be_killed() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with pytest.raises(CertifyError, match=f"SIGKILL to process {gone.pid}: No such process"):
+        _kill(gone.pid, signal.SIGKILL)
+
+
+def test_the_handler_of_a_model_with_any_name_is_broken() -> None:
+    tables = {"models": {"a": {"handler": "h:A"}, "b.c d": {"handler": "h:B", "workers": 1}}}
+    raw = tomllib.loads(with_broken(to_toml(tables), "b.c d"))
+    assert raw["models"] == {"a": {"handler": "h:A"}, "b.c d": {"handler": BROKEN, "workers": 1}}
+
+
+async def test_no_client_repeats_the_arrivals_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[dict[str, Any]] = []
+
+    async def write(client: Any, order: Any) -> None:
+        plans.append(order["run"])
+
+    load = Load(clients=[object(), object(), object()], url="")  # type: ignore[list-item]
+    monkeypatch.setattr("gpusup.supervisor.certify_load._write", write)
+    for _ in range(3):
+        await load._begin(30.0, 1.0)
+    assert len({plan["seed"] for plan in plans}) == len(plans) == 9
 
 
 def test_first_answers_are_those_of_the_new_version() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gpusup.supervisor.commands import UnknownTarget
 from gpusup.supervisor.control import Caller, Control
 from gpusup.supervisor.wire import StatusView
 
@@ -168,6 +169,28 @@ async def test_logs_are_followed_and_unknown_slots_refused_at_once(
             assert json.loads(await response.content.readline())["lines"] == ["four"]
     async with client.get("/slots/gpu7/logs?follow=1") as response:
         assert response.status == 404
+
+
+async def test_following_the_logs_of_a_slot_ends_with_the_slot(
+    client: aiohttp.ClientSession, commands: FakeCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanished(target: str, lines: int, since: int) -> tuple[list[str], int]:
+        raise UnknownTarget(f"there is no slot {target}")
+
+    async with client.get("/slots/gpu0/logs?follow=1") as response:
+        await response.content.readline()
+        monkeypatch.setattr(commands, "logs", vanished)
+        async with asyncio.timeout(10):
+            assert await response.content.read() == b""
+
+
+async def test_a_defect_is_answered_and_logged(
+    control: Control, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, answer = await ask(control, "GET", "/models/digits/buckets")
+    assert (status, answer["code"]) == (500, "internal")
+    [record] = [r for r in caplog.records if r.exc_info]
+    assert "/models/digits/buckets" in record.getMessage()
 
 
 async def test_metrics_are_text(client: aiohttp.ClientSession) -> None:

@@ -27,10 +27,11 @@ class FakeSource:
         self.requests = 0
         self.events: list[dict[str, Any]] = []
         self.gone = ""
+        self.silent: set[str] = set()  # paths without an answer
 
     async def get(self, path: str) -> Mapping[str, Any]:
-        if self.gone:
-            raise OSError(self.gone)
+        if self.gone or path in self.silent:
+            raise OSError(self.gone or f"no answer to {path}")
         if path == "/status":
             model = {
                 "name": "m", "requests": self.requests, "p50_s": None, "p99_s": None, "queued": 0,
@@ -101,6 +102,25 @@ async def test_a_service_that_is_gone_is_said_to_be_gone(source: FakeSource) -> 
     kind, told = parse(heard.get_nowait())
     assert kind == "lost"
     assert told["reason"] == "no answer from there"
+
+
+async def test_a_new_service_that_is_gone_at_once_is_only_lost_for_a_while(
+    source: FakeSource,
+) -> None:
+    watch = Watch(source)
+    source.events = [{"serial": 5, "text": "old"}]
+    await watch.look()
+    heard = watch.listen()
+    heard.get_nowait()
+    source.pid, source.events = 2, [{"serial": 1, "text": "new"}]
+    source.silent = {"/events?since=0"}
+    await watch.look()
+    assert parse(heard.get_nowait())[0] == "lost"
+    source.silent = set()
+    await watch.look()
+    kind, told = parse(heard.get_nowait())
+    assert kind == "tick"
+    assert [e["text"] for e in told["events"]] == ["new"]
 
 
 async def test_a_client_that_does_not_read_is_dropped(source: FakeSource) -> None:

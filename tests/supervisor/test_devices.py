@@ -8,6 +8,7 @@ from gpusup.conf.schema import DevicesConfig
 from gpusup.supervisor.devices import (
     Baselines,
     CpuDevice,
+    context_bytes,
     cpu_devices,
     cpu_sample,
     device_info,
@@ -15,6 +16,7 @@ from gpusup.supervisor.devices import (
     used_devices,
     visible_devices,
 )
+from gpusup.supervisor.placement import CONTEXT_BYTES
 from gpusup.supervisor.probe_wire import DeviceSample, ProcessUse
 from gpusup.worker.wire import Memory
 
@@ -134,6 +136,16 @@ def test_strangers_are_counted_by_pid_and_in_containers_by_what_is_left() -> Non
     # In a container the driver's numbers are the host's: 14 used, 5 ours, 1 idle.
     info = device_info(listed, [worker], {}, 101.0, our_pids=[12], baseline=GIB)
     assert info.foreign == 8 * GIB
+
+
+def test_a_context_is_what_the_driver_counts_and_torch_does_not() -> None:
+    worker = Memory(allocated=3 * GIB, reserved=4 * GIB, device_total=24 * GIB)
+    assert context_bytes(worker, 7, [ProcessUse(8, GIB), ProcessUse(7, 5 * GIB)]) == GIB
+    # A reading that is older than a worker's growth.
+    assert context_bytes(worker, 7, [ProcessUse(7, 3 * GIB)]) == 0
+    for silent in (None, [], [ProcessUse(7, None)], [ProcessUse(12, 5 * GIB)]):
+        assert context_bytes(worker, 7, silent) == CONTEXT_BYTES
+    assert context_bytes(Memory(), 7, [ProcessUse(7, GIB)]) == 0
 
 
 def test_a_budget_is_the_device() -> None:

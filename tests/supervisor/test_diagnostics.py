@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from gpusup.supervisor.diagnostics import head, in_words, memory_record
+from gpusup.supervisor.diagnostics import head, memory_record
 from gpusup.supervisor.probe_wire import DeviceSample, ProcessUse
 from gpusup.supervisor.wire import DeviceInfo, Shed
 from gpusup.worker.wire import Counters, Load, Memory, Pong
@@ -56,13 +56,6 @@ def test_a_blind_record_is_a_record_too() -> None:
     record = memory_record(SHED, info=None, sample=None, workers={}, pids={}, names={})
     assert record["after"] == "shed"
     assert "processes" not in record
-
-
-def test_the_sentence_has_both_sides() -> None:
-    text = in_words(INFO, [pong().memory])
-    assert "91% of 24GiB" in text
-    assert "14GiB by workers" in text
-    assert "8GiB by others" in text
 
 
 def test_a_long_summary_is_cut() -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from gpusup.supervisor.family import Family, become_subreaper, read_process
 from gpusup.supervisor.launcher import ExecLauncher, Logs, WorkerProcess
@@ -81,6 +84,33 @@ async def test_an_interpreter_that_is_not_there_is_told_not_raised() -> None:
     assert await one.failed.next() == ("cannot start /no/such/python: No such file or directory",)
     assert one.started.empty
     assert one.exited.empty
+
+
+async def test_without_descriptors_a_start_fails_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts = launcher()
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        Launched(starts, sys.executable)  # not even for its progress page
+    monkeypatch.undo()
+    for name in ("pipe2", "dup"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, none_left)
+            if name == "dup":
+                with pytest.raises(OSError, match="Too many open files"):
+                    Launched(starts, sys.executable)
+            else:
+                one = Launched(starts, sys.executable)
+                said = f"cannot start {sys.executable}: Too many open files"
+                assert await one.failed.next() == (said,)
+                one.worker.forget()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def none_left(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 async def test_what_a_worker_started_goes_with_it_when_it_dies_by_itself(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from gpusup.supervisor.leak import LeakWatch, ReloadWatch, fit
+from gpusup.supervisor.leak import LeakWatch, fit
 
 MIB = 2**20
 
@@ -63,19 +63,6 @@ def test_a_quiet_night_proves_nothing() -> None:
     for minute in range(1000):
         watch.note(5, minute * MIB, 60.0 * minute)
     assert watch.slope() is None
-
-
-def test_memory_that_each_reload_leaves_behind_is_seen() -> None:
-    watch = ReloadWatch(MIB)
-    for load in range(8):
-        watch.note(500 * MIB + load * 20 * MIB)
-    leak = watch.leak()
-    assert leak is not None
-    assert "8 loads" in leak.text
-    steady = ReloadWatch(MIB)
-    for load in range(8):
-        steady.note(500 * MIB + load % 2)
-    assert steady.leak() is None
 
 
 def test_a_busy_first_minute_is_no_verdict_and_a_rise_of_load_is_no_leak() -> None:

@@ -115,6 +115,13 @@ def test_drain_finishes_then_stops_then_waits_for_the_memory() -> None:
     assert life.outcome.cause is Cause.REQUESTED
 
 
+def test_a_drain_with_a_limit_of_its_own_says_that_one_when_it_is_over() -> None:
+    life = ready()
+    life.drain(5, "drain", 3.0)
+    assert names(life.tick(8)) == ["KILL"]
+    assert life.story[-1].cause == "not drained within 3 s"
+
+
 def test_what_survives_kill_is_unkillable_until_it_dies_after_all() -> None:
     life = ready()
     life.handle(seen(20, batch_age=12), 20)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpusup.conf.places import host_port, parse_listen
 from gpusup.supervisor.listen import ListenError, Listeners, bind_port, open_all
 
 
@@ -115,6 +116,11 @@ def test_an_unknown_control_group_is_named(run_dir: Path) -> None:
 def test_an_unusable_address_is_named(listen: str) -> None:
     with pytest.raises(ListenError, match=f"cannot listen on {listen}"):
         bind_port(listen)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:8000", "[::1]:8000", "a-host:1", ":0"])
+def test_host_and_port_are_put_together_as_they_were(text: str) -> None:
+    assert host_port(*parse_listen(text)) == text
 
 
 def test_all_addresses_means_ipv4_too() -> None:

@@ -94,6 +94,19 @@ async def test_what_still_holds_the_pipe_open_is_not_waited_for() -> None:
     os.close(write_fd)
 
 
+async def test_output_that_a_worker_has_closed_can_be_handed_on() -> None:
+    read_fd, write_fd = os.pipe()
+    log = SlotLog(50)
+    reader = OutputReader(read_fd, log)
+    os.write(write_fd, b"the last\n")
+    os.close(write_fd)
+    assert reader._readable()
+    assert not reader._readable()  # its end
+    again = OutputReader(reader.export(), log)
+    assert not again._readable()
+    assert log.last() == ["the last"]
+
+
 async def test_the_end_of_a_flood_is_told_although_nothing_follows_it() -> None:
     told = asyncio.Event()
     log = SlotLog(50, lambda line: told.set() if "left out" in line else None)

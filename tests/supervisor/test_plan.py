@@ -79,7 +79,7 @@ def test_a_weights_file_is_measured_by_its_header(
     save_file({"a": np.zeros(MIB, np.float32)}, path)
     result = planned(capsys, "--gpu-memory", "24GiB", "--weights", str(path))
     assert result["weights_bytes"] == 4 * MIB
-    assert result["model"] == 604 * MIB
+    assert result["model"] == 644 * MIB
 
 
 def test_a_configuration_is_planned_model_by_model(
@@ -95,6 +95,18 @@ def test_a_configuration_is_planned_model_by_model(
     assert result["models"]["b"]["workers"] == {"gpu0": 1}
     assert result["models"]["a"]["workers"] == {"gpu0": 2}
     assert result["models"]["a"]["alone"]["workers"] == 3
+
+
+def test_the_weights_of_a_version_are_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "gpusup.toml"
+    (tmp_path / "x.py").write_text("class A: ...\n")
+    save_file({"a": np.zeros(MIB, np.float32)}, tmp_path / "w-7.safetensors")
+    weights = f"{tmp_path}/w-{{version}}.safetensors"
+    path.write_text(f'[models.a]\nhandler = "x:A"\nversion = "7"\nweights = "{weights}"\n')
+    result = planned(capsys, str(path), "--gpu-memory", "24GiB")
+    assert result["models"]["a"]["static"] == 644 * MIB
 
 
 def test_a_model_that_fits_nowhere_fails_the_plan(

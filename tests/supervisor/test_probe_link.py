@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,20 @@ async def test_a_killed_probe_is_replaced(bench: Bench) -> None:
     assert link._current is not None
     os.kill(link._current.pid, signal.SIGKILL)
     await bench.until(lambda: bench.states[-2:] == ["starting", "live"] and link.restarts == 1)
+
+
+@pytest.mark.parametrize("where", [(socket, "socketpair"), (os, "memfd_create")])
+async def test_a_probe_is_tried_again_when_there_are_descriptors_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+) -> None:
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, none_left)
+        link = bench.link()
+    assert (link.state, link.reason) == ("waiting", "cannot start the probe: Too many open files")
+    await bench.until(lambda: bench.states == ["waiting", "starting", "live"])
 
 
 async def test_a_stopped_probe_is_replaced(bench: Bench) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 import socket
@@ -146,6 +148,84 @@ async def test_if_the_replacement_can_not_listen_the_old_one_stays(
     assert house.proxies.state()[0]["state"] == "serving"
     house.proxies.send("proxy0", wire.Reread())
     await house.hears("proxy0", "Reread")
+    # Nothing is left of what it reported under its other name meanwhile.
+    while (await house.gone.next()) != ("proxy0-old",):
+        pass
+
+
+@pytest.mark.parametrize("old", ["dies meanwhile", "none"])
+async def test_if_the_replacement_can_not_listen_and_the_old_one_is_gone_a_third_comes(
+    house: House, monkeypatch: pytest.MonkeyPatch, old: str
+) -> None:
+    monkeypatch.setattr(px, "_NEW_ONE_S", 0.5)
+    if old != "none":
+        house.proxies.start()
+        await house.proxies.listening()
+    house.proxies.config = b"mute"
+    replacing = asyncio.create_task(house.proxies.restart("proxy0", 10.0))
+    if old != "none":
+        await asyncio.sleep(0)
+        os.kill(house.pid("proxy0-old"), signal.SIGKILL)
+    assert "did not listen within" in await replacing
+    house.proxies.config = b""
+    while house.proxies.state()[0]["state"] != "serving":
+        await house.heard.next()
+
+
+async def test_a_proxy_that_is_just_leaving_can_not_be_replaced(house: House) -> None:
+    house.proxies.config = b"stays"
+    house.proxies.start()
+    await house.proxies.listening()
+    assert house.proxies.knows("proxy0")
+    replacing = asyncio.create_task(house.proxies.restart("proxy0", 0.1))
+    await house.hears("proxy0-old", "StopProxy")
+    assert not house.proxies.knows("proxy0-old")
+    assert await house.proxies.restart("proxy0-old", 0.1) == "there is no proxy0-old"
+    assert await replacing == ""
+
+
+@pytest.mark.parametrize("where", [(socket, "socketpair"), (px, "memory_file")])
+async def test_a_proxy_is_tried_again_when_there_are_descriptors_again(
+    house: House, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+) -> None:
+    def none_left(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, none_left)
+        house.proxies.start()
+    assert await house.notes.next() == ("cannot start proxy0: Too many open files",)
+    async with asyncio.timeout(20):
+        await house.proxies.listening()
+
+
+async def test_of_each_name_one_start_is_waited_for_at_most(house: House) -> None:
+    house.proxies._again("proxy0")
+    first = house.proxies._timers["proxy0"]
+    house.proxies._again("proxy0")
+    second = house.proxies._timers["proxy0"]
+    assert first.cancelled()
+    house.proxies.start()
+    assert second.cancelled()
+    assert not house.proxies._timers
+
+
+async def test_a_proxy_that_has_hung_up_is_ended_when_the_others_are_handed_over() -> None:
+    house = House(2)
+    house.proxies.start()
+    await house.proxies.listening()
+    deaf, other = house.pid("proxy0"), house.pid("proxy1")
+    house.proxies._proxies["proxy0"].channel.close()
+    exported = house.proxies.export()
+    assert [row["name"] for row in exported["proxies"]] == ["proxy1"]
+    await gone(deaf)
+    house.proxies = house.make()
+    house.proxies.restore(exported)
+    await house.proxies.listening()
+    assert house.pid("proxy0") != deaf
+    assert house.pid("proxy1") == other
+    await house.proxies.stop(10.0)
+    house.listener.close()
 
 
 async def test_a_proxy_that_does_not_read_piles_up_nothing(house: House) -> None:

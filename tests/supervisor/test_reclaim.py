@@ -6,11 +6,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gpusup.supervisor import reclaim
 from gpusup.supervisor.probe_wire import DeviceSample, ProcessUse
 from gpusup.supervisor.reclaim import left_over, session_members, wait_released
+from gpusup.supervisor.reclaimer import Reclaimer
+
+from .world import box
 
 GIB = 2**30
 IDLE_AT = GIB + GIB // 4
@@ -172,3 +178,38 @@ def test_sizes_the_driver_withholds_are_taken_from_what_is_believed() -> None:
     assert left_over(sample, 8 * GIB) == GIB
     assert left_over(reading(9 * GIB, ProcessUse(5, 7 * GIB)), 0) == 2 * GIB
     assert left_over(reading(9 * GIB, ProcessUse(5, 7 * GIB)), 8 * GIB, trusted=False) == GIB
+
+
+async def test_an_empty_session_is_looked_for_once_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+
+    def members(pid: int) -> list[int]:
+        looks.append(pid)
+        return []
+
+    monkeypatch.setattr(reclaim, "session_members", members)
+    device = Device(reading(9 * GIB))
+    release = await wait_released(
+        device="gpu0", kind="cuda", pid=NOBODY, latest=device.latest, idle_at=IDLE_AT, limit_s=0.3
+    )
+    assert not release.returned
+    assert looks == [NOBODY, NOBODY]
+
+
+async def test_the_probe_is_never_named_as_a_holder(session: subprocess.Popen[bytes]) -> None:
+    probe = SimpleNamespace(
+        latest=Device(reading(9 * GIB, ProcessUse(session.pid, None))).latest,
+        pids=lambda: {session.pid},
+    )
+    baselines = SimpleNamespace(idle_at=lambda device: IDLE_AT)
+    fake: Any = SimpleNamespace(
+        runtime=SimpleNamespace(fleet=box(1).fleet),
+        probe=probe,
+        pulse=SimpleNamespace(memory_on=lambda device: [], baselines=baselines),
+    )
+    release = await Reclaimer(fake)._wait("gpu0", NOBODY, 0.1)
+    assert not release.returned
+    assert "gpu0 are still in use" in release.text
+    assert f"pid {session.pid} " not in release.text

@@ -199,11 +199,11 @@ def test_fifty_swaps_leave_nothing_in_the_ledger() -> None:
 
 def test_the_plan_shows_the_arithmetic_and_touches_nothing() -> None:
     world = up(box(2))
-    lines = verbs.plan(world.fleet, "m", ReloadWish(version="2"))
+    lines = verbs.plan(world.fleet, "m", ReloadWish(version="2"), world.now)
     assert [line["strategy"] for line in lines] == ["surge", "surge"]
     assert "free" in lines[0]["why"]
     with pytest.raises(Refused, match="no model 'x'"):
-        verbs.plan(world.fleet, "x", ReloadWish())
+        verbs.plan(world.fleet, "x", ReloadWish(), world.now)
 
 
 def test_restart_replaces_a_ready_worker_without_a_hole() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpusup.conf.schema import ModelConfig
+from gpusup.supervisor import events as ev
 from gpusup.supervisor import verbs
 from gpusup.supervisor.fleet import Refused
 from gpusup.supervisor.rollout import Swap
@@ -29,7 +30,7 @@ def swap(world: World, **wish: object) -> Swap:
 def how(world: World, static: int, **wish: object) -> str:
     """With a new version of `static` bytes."""
     wish = {"version": "9", "set": {"static": static}, **wish}
-    return str(verbs.plan(world.fleet, "m", ReloadWish(**wish))[0]["strategy"])  # type: ignore[arg-type]
+    return str(verbs.plan(world.fleet, "m", ReloadWish(**wish), world.now)[0]["strategy"])  # type: ignore[arg-type]
 
 
 def on_first(gib: int = 24, slots: int = 2, static: int = 14 * GIB) -> World:
@@ -188,5 +189,15 @@ def test_memory_that_is_not_known_makes_it_careful() -> None:
     world = on_first(slots=1)
     world.fleet.books.unknown("gpu0")
     slot = world.fleet.slots["gpu0"]
-    found = way(world.fleet, slot, world.fleet.models["m"].current)
+    found = way(world.fleet, slot, world.fleet.models["m"].current, world.now)
     assert (found.how, found.room) == ("in-place", None)
+
+
+def test_a_slot_that_only_waits_is_not_said_to_back_off() -> None:
+    world = up(box(1))
+    world.post(ev.DriverSeen(gone="unloaded"))
+    world.die("gpu0", 1)
+    world.run(1)
+    assert world.state("gpu0") == "waiting"
+    (line,) = verbs.plan(world.fleet, "m", ReloadWish(version="2"), world.now)
+    assert line["why"].startswith("nobody serves there (waiting); ")

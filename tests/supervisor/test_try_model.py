@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from gpusup.conf.load import load
+from gpusup.supervisor import try_model
 
 from .commands import gpusup
 
@@ -84,3 +90,54 @@ def test_a_handler_that_fails_is_told_in_a_line(config: Path, source: str, compl
     done = gpusup("try", with_handler(config, source), "mine")
     assert done.returncode == 1, done
     assert complaint in done.err.splitlines()[-1]
+
+
+def tried(config: Path) -> try_model.Result:
+    return try_model.try_model(load(config), "mine", device="cpu", quiet=True)
+
+
+def test_a_model_that_never_loads_is_ended_and_told(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(try_model, "LIMIT_S", 0.5)
+    source = "import time\nclass Mine(Model):\n  def load(self, d, v): time.sleep(600)\n"
+    result = tried(with_handler(config, source))
+    assert result.problem == "the worker code has moved nothing for 0.5 s"
+    assert (result.cause, result.returncode) == ("hang", -signal.SIGKILL)
+
+
+def test_what_a_dead_child_leaves_behind_is_not_waited_for(config: Path) -> None:
+    source = """
+import os, time
+class Mine(Model):
+  def load(self, d, v):
+    if child := os.fork():
+      open("{0}", "w").write(str(child))
+      os.abort()
+    time.sleep(600)
+"""
+    left = config.parent / "left"
+    began = time.monotonic()
+    try:
+        result = tried(with_handler(config, source.format(left)))
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+    assert result.problem == "the worker code ended with SIGABRT"
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("end", "problem"),
+    [
+        ("kill -9 $$", "the worker code ended with SIGKILL"),
+        ("kill -40 $$", "the worker code ended with signal 40"),
+        ("exit 0", "the worker code ended in the middle of a word"),
+    ],
+)
+def test_a_word_that_breaks_off_is_one_line(config: Path, end: str, problem: str) -> None:
+    python = config.parent / "python"
+    python.write_text(f'#!/bin/bash\nprintf \'{{"kind": "rea\' >&$4\n{end}\n')
+    python.chmod(0o755)
+    path = with_handler(config, "class Mine(Model): ...\n")
+    path.write_text(path.read_text() + f'python = "{python}"\n')
+    assert tried(path).problem == problem

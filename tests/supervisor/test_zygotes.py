@@ -14,7 +14,7 @@ from gpusup.supervisor.launcher import Logs, WorkerProcess
 from gpusup.supervisor.zygotes import ZygoteLauncher
 
 from .processes import Told, gone, script
-from .test_launcher import spec
+from .test_launcher import none_left, spec
 
 FAKE = str(Path(__file__).parent / "fake_zygote.py")
 
@@ -164,6 +164,33 @@ async def test_an_interpreter_that_is_not_there_fails_its_own_slot_only(house: H
     await house.started.next()
     worker.signal("KILL")
     await house.exited.next()
+
+
+async def test_without_a_descriptor_for_its_output_a_worker_fails_and_the_next_one_starts(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.launch("cpu0")
+    await house.started.next()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe2", none_left)
+        house.launch("cpu1")
+    said = f"cannot start {sys.executable}: Too many open files"
+    assert await house.failed.next() == (said,)
+    worker = house.launch("cpu2")
+    await house.started.next()
+    worker.signal("KILL")
+    await house.exited.next()
+
+
+async def test_a_zygote_that_has_hung_up_is_not_handed_over(house: House) -> None:
+    house.launcher.start()
+    await house.notes.next()
+    (zygote,) = house.launcher._zygotes.values()
+    assert zygote._channel is not None
+    zygote._channel.close()
+    assert house.launcher.export() == {"zygotes": []}
+    assert zygote.pid is not None
+    await gone(zygote.pid)
 
 
 async def test_a_zygote_goes_on_after_it_was_handed_over(house: House) -> None:

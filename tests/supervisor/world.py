@@ -12,7 +12,7 @@ from gpusup.supervisor import actions as act
 from gpusup.supervisor import events as ev
 from gpusup.supervisor.fleet import Fleet
 from gpusup.supervisor.layout import DevicePlace
-from gpusup.supervisor.life import ROUTED, Life, State
+from gpusup.supervisor.life import Life, State
 from gpusup.worker.progress import Progress
 from gpusup.worker.wire import Memory, WorkerReady
 
@@ -253,6 +253,3 @@ def box(
         for i in range(slots)
     }
     return World(config, devices, **world)  # type: ignore[arg-type]
-
-
-ROUTED_STATES = ROUTED
