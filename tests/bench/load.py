@@ -86,8 +86,13 @@ class Wrk:
 
 
 def middle(runs: Sequence[Run]) -> float:
-    """The median rate. Never 0: not one answer in a whole run counts as one an hour."""
-    return statistics.median(run.per_s for run in runs) or 1 / 3600
+    """The median rate."""
+    return statistics.median(run.per_s for run in runs)
+
+
+def ratio(ours: float, theirs: float) -> float | None:
+    """None where they answered nothing: there is nothing to compare with."""
+    return ours / theirs if theirs else None
 
 
 def busy_s() -> float:

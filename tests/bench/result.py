@@ -22,7 +22,7 @@ class Result:
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, float | None] = field(default_factory=dict)
     goals: dict[str, tuple[str, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Result:
         lines = [f"{self.name} on {machine_line()}", "", *table(self.columns, self.rows), ""]
         for key, value in _rounded(self.figures | self.ratios).items():
             if not isinstance(value, dict) or key in self.goals or len(str(value)) < 100:
-                lines.append(f"{key} = {value}")
+                lines.append(f"{key} = {'not measured' if value is None else value}")
         for key, goal in _rounded(self.judged()).items():
             word = {True: "reached", False: "MISSED", None: "not measured"}[goal["reached"]]
             lines.append(f"goal {key} {goal['goal']}: {word}")

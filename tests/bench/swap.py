@@ -77,17 +77,20 @@ async def swap_one(
         raise BenchProblem(
             f"swap to {version} by {strategy}: exit {running.returncode}\n{said.decode()[-800:]}"
         )
-    await clients.served_since(time.perf_counter(), 10)
-    during = [answer for answer in clients.answers if answer.ended > began]
-    return judge(during, version, took)
+    if not await clients.served_since(time.perf_counter(), 10):
+        raise BenchProblem(f"swap to {version} by {strategy}: a client still waits 10 s later")
+    return judge(clients.answers, version, took, began)
 
 
-def judge(answers: list[Answer], version: int, took_s: float) -> Swapped:
-    """A 200 whose number is not that of the version it names is a failure too."""
+def judge(answers: list[Answer], version: int, took_s: float, began: float = 0.0) -> Swapped:
+    """Of the answers since the swap `began`; where none of them is of the old version, the gap is
+    from the last one before. A 200 whose number is not that of the version it names is a failure
+    too."""
     old, new = str(version - 1), str(version)
     kinds: Counter[str] = Counter()
     ends: dict[str, list[float]] = {old: [], new: []}
-    for answer in answers:
+    during = [answer for answer in answers if answer.ended > began]
+    for answer in during:
         if answer.what != "ok":
             kinds[answer.what] += 1
         elif answer.version not in ends or number_of(int(answer.version)) != answer.number:
@@ -96,13 +99,15 @@ def judge(answers: list[Answer], version: int, took_s: float) -> Swapped:
             ends[answer.version].append(answer.ended)
     if not ends[new]:
         raise BenchProblem(f"version {new} was swapped in and never answered; {dict(kinds)}")
-    gap = min(ends[new]) - max(ends[old]) if ends[old] else 0.0
+    before = [a.ended for a in answers if (a.what, a.version) == ("ok", old)]
+    if not before:
+        raise BenchProblem(f"version {old} never answered before {new}; {dict(kinds)}")
     return Swapped(
-        gap_s=max(0.0, gap),
+        gap_s=max(0.0, min(ends[new]) - max(ends[old] or before)),
         took_s=took_s,
         failed=kinds.total(),
         answered=len(ends[old]) + len(ends[new]),
-        slowest_s=max(answer.ended - answer.began for answer in answers),
+        slowest_s=max(answer.ended - answer.began for answer in during),
         kinds=dict(kinds),
     )
 

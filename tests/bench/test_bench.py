@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import tomllib
@@ -12,7 +13,9 @@ import pytest
 # As when run.py is started: its folder is the place of its modules.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import clients
 import contest
+import load
 import peers
 import recovery
 import result
@@ -45,6 +48,33 @@ def test_a_200_with_the_other_versions_number_is_a_failure() -> None:
 def test_a_new_version_that_never_answers_is_a_problem() -> None:
     with pytest.raises(peers.BenchProblem, match="never answered"):
         swap.judge([answer(1.0, 1)], 2, 9.0)
+
+
+def test_without_an_old_answer_during_the_swap_the_gap_is_from_the_last_one_before() -> None:
+    answers = [answer(1.0, 1), answer(1.2, 1), answer(2.5, 2)]
+    assert swap.judge(answers, 2, 9.0, began=2.0).gap_s == pytest.approx(1.3)
+    with pytest.raises(peers.BenchProblem, match="version 1 never answered"):
+        swap.judge(answers[2:], 2, 9.0, began=2.0)
+
+
+def test_a_client_that_breaks_is_not_swallowed() -> None:
+    def body() -> bytes:
+        raise ZeroDivisionError
+
+    async def use() -> None:
+        async with clients.Clients(url="", count=1, body=body):
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(use())
+
+
+def test_nothing_is_compared_with_a_peer_that_answered_nothing() -> None:
+    assert load.ratio(6.0, 3.0) == 2.0
+    found = result.Result("x", ("server",), ratios={"fast": load.ratio(6.0, 0.0)})
+    found.goals = {"fast": (">=", 2.0)}
+    assert found.judged()["fast"]["reached"] is None
+    assert "fast = not measured" in found.to_text()
 
 
 def test_a_goal_is_reached_missed_or_not_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -149,11 +150,16 @@ def test_handlers_are_found_without_running_them(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpusup.toml"
     path.touch(mode=0)
-    with pytest.raises(ConfigError, match="Permission denied"):
+    if os.geteuid() == 0:  # root may read everything
+
+        def refuse(self: Path, *_: object, **__: object) -> str:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+        monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=f"cannot read {path}: Permission denied"):
         load(path)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import json
 import threading
-import time
 from collections import Counter
 from types import TracebackType
 from typing import NamedTuple
 
+from .load import ask
 from .service import Service
 
 #: Between two requests of a client, so that sixteen of them leave the machine to the swap.
@@ -59,25 +58,17 @@ class Clients:
         connection.close()
 
     def _ask(self, connection: http.client.HTTPConnection, x: int) -> Answer:
-        began = time.monotonic()
-        try:
-            connection.request("POST", f"/predictions/{self._model}", str(x))
-            response = connection.getresponse()
-            body = response.read()
-        except OSError as error:
-            connection.close()
-            return Answer(time.monotonic(), 0, "", str(error), time.monotonic() - began, "")
-        version = response.headers.get("Gpusup-Model-Version", "")
+        seen = ask(connection, f"/predictions/{self._model}", x, {})
+        version = seen.headers.get("Gpusup-Model-Version", "")
+        right = (version, x * float(version or 0))
+        said = seen.body if isinstance(seen.body, dict) else {}
         wrong = ""
-        if response.status == 200:
-            said = json.loads(body)
-            if (said["version"], said["value"]) != (version, x * float(version or 0)):
-                wrong = f"header {version}, body {said}, x {x}"
-        else:
-            wrong = f"status {response.status}: {body[:300]!r}"
-        ended = time.monotonic()
-        retry_after = response.headers.get("Retry-After", "")
-        return Answer(ended, response.status, version, wrong, ended - began, retry_after)
+        if seen.status != 200:
+            wrong = f"status {seen.status}: {seen.body!r}"[:300]
+        elif (said.get("version"), said.get("value")) != right:
+            wrong = f"header {version}, body {seen.body!r}, x {x}"[:300]
+        retry_after = seen.headers.get("Retry-After", "")
+        return Answer(seen.ended, seen.status, version, wrong, seen.ended - seen.began, retry_after)
 
     def problems(self) -> Counter[str]:
         """What was not a 200 with agreeing version and value."""
@@ -85,9 +76,3 @@ class Clients:
 
     def versions(self) -> set[str]:
         return {a.version for a in self.answers if a.status == 200}
-
-    def gap_s(self, old: str, new: str) -> float:
-        """From the last answer of `old` to the first of `new` after it began to serve; 0: none."""
-        last = max(a.ended for a in self.answers if a.version == old)
-        first = min(a.ended for a in self.answers if a.version == new)
-        return max(0.0, first - last)

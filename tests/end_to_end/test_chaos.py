@@ -209,8 +209,9 @@ class Script:
         return str(self.rng.choice(patient(self.service.status)["slots"])["slot"])
 
     def _signal(self, pid: int, number: int) -> None:
-        if pid and psutil.pid_exists(pid):
-            os.kill(pid, number)
+        if pid:
+            with suppress(ProcessLookupError):  # it may have ended by itself
+                os.kill(pid, number)
 
     def _ask(self, method: str, path: str, body: Any = None) -> None:
         """A conflict with what else goes on is an answer too."""
@@ -266,6 +267,8 @@ class Script:
 
     def kill_proxy(self) -> None:
         rows = [p for p in patient(self.service.status)["proxies"] if p["pid"]]
+        if not rows:  # both are being replaced
+            return
         self.crowd.harm.append((time.monotonic(), time.monotonic() + 0.5))
         self._signal(self.rng.choice(rows)["pid"], signal.SIGKILL)
 
@@ -397,7 +400,6 @@ def test_every_request_has_one_legal_answer_and_nothing_is_left_behind(
     service.until(lambda: not zombies(service), 20)
     end = time.monotonic() + 15
     while (after := at_rest(service)) != before and time.monotonic() < end:
-        crowd._over.wait(0.1)
         time.sleep(0.1)
     assert after == before
 

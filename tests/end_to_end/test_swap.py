@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,7 @@ def test_a_canary_can_be_taken_back(service: Service) -> None:
 def test_two_swaps_at_once_are_refused_with_the_id_of_the_first_which_can_be_aborted(
     only: Service,
 ) -> None:
+    began = time.monotonic()
     started = only.ctl(
         "reload-model", "only@2", "--strategy", "surge", "--set", "seconds=30", "--no-wait"
     )
@@ -300,7 +302,7 @@ def test_two_swaps_at_once_are_refused_with_the_id_of_the_first_which_can_be_abo
     found = json.loads(ended.stdout)
     assert (found["state"], found["id"], found["kind"]) == ("aborted", change, "reload")
     assert found["steps"]
-    assert found["took_s"] > 0
+    assert 0 < found["took_s"] < time.monotonic() - began
     listed = only.ctl("changes").stdout
     assert "aborted" in listed
     assert only.ctl("abort", change).returncode == 1

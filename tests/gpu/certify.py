@@ -40,16 +40,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true")
     args, words = parser.parse_known_args()
-    folder = Path(tempfile.mkdtemp(prefix="gr-"))
+    with tempfile.TemporaryDirectory(prefix="gr-") as folder:
+        return certify(Path(folder), args.out, args.cpu, words)
+
+
+def certify(folder: Path, out: Path, cpu: bool, words: list[str]) -> int:
     for version in (1, 2):
         torch.manual_seed(version)
         net = torchvision.models.resnet50()
         save_file(net.state_dict(), str(folder / f"resnet50-{version}.safetensors"))
-    devices = '[devices]\nuse = ["cpu"]\ncpu_memory = "4GiB"\n' if args.cpu else ""
-    dtype = "model" if args.cpu else "fp16"
+    devices = '[devices]\nuse = ["cpu"]\ncpu_memory = "4GiB"\n' if cpu else ""
+    dtype = "model" if cpu else "fp16"
     config = folder / "gpusup.toml"
     config.write_text(CONFIG.format(devices=devices, dtype=dtype))
-    command = ["-m", "gpusup.supervisor", "certify", str(config), "--report", str(args.out)]
+    command = ["-m", "gpusup.supervisor", "certify", str(config), "--report", str(out)]
     return subprocess.run([sys.executable, *command, *words], check=False).returncode
 
 

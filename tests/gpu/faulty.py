@@ -16,7 +16,7 @@ class Breakable(Model):
     inputs = (Tensor("x", "FP32", (8,)),)
     outputs = (Tensor("y", "FP32", (8,)),)
     capturable = False
-    codes = ("ok", "hang", "assert", "oom", "spin")
+    codes = ("ok", "hang", "assert", "oom")
 
     def load(self, device: torch.device, version: str) -> None:
         self.device = device

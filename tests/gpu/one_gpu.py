@@ -47,7 +47,7 @@ def parts(given: argparse.Namespace) -> list[Part]:
     more = ["--json", "--peers", given.peers, *quick, *wrk]
     mix = ["--seconds", f"{given.seconds:g}", "--naive-seconds", f"{given.seconds / 2:g}"]
     pytest = ["-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "--rootdir", str(TESTS),
-              "--import-mode=importlib", "-q", "-rfE", "--tb=short"]  # fmt: skip
+              "--import-mode=importlib", "-q", "-rfEs", "--tb=short"]  # fmt: skip
     sanitizer = shutil.which("compute-sanitizer") or ""
     found = [
         Part(name="serve", argv=[python, str(HERE / "serve.py"), "--only", "serve", *cpu],

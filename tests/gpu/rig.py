@@ -49,10 +49,10 @@ LOG_TAIL = 4000
 PRELOAD = '[supervision]\npreload = ["torchvision"]\n'
 
 
-def devices(cpu: bool, use: Sequence[str] = (), count: int = 1) -> str:
+def devices(cpu: bool, use: Sequence[str] = ()) -> str:
     """The [devices] section: these GPUs, or as many CPU slots as there would be GPUs."""
     if cpu:
-        return f'[devices]\nuse = ["cpu"]\ncpu_slots = {len(use) or count}\ncpu_memory = "4GiB"\n'
+        return f'[devices]\nuse = ["cpu"]\ncpu_slots = {len(use) or 1}\ncpu_memory = "4GiB"\n'
     return f"[devices]\nuse = {json.dumps(list(use))}\n" if use else ""
 
 
@@ -74,18 +74,52 @@ def resnet(cpu: bool, **keys: Any) -> str:
 def started(
     config: str, *, env: dict[str, str] | None = None, limit_s: float = 90.0
 ) -> Iterator[Service]:
-    """A running service in a folder of its own, ready; nothing of it is left afterwards."""
+    """A running service in a folder of its own, ready; nothing of it is left afterwards.
+
+    After a body without an error it has to end with 0; an error gets the end of the log as a note.
+    """
     folder = Path(tempfile.mkdtemp(prefix="gs-"))
     service = Service(folder, config, env=env)
     try:
         service.start(wait_ready=False)
         service.wait_ready(limit_s)
         yield service
-    finally:
+        if code := service.stop(30):
+            raise RuntimeError(f"the service ended with {code}")
+    except BaseException as error:
         with contextlib.suppress(Exception):
+            error.add_note(service.log()[-LOG_TAIL:])
             service.stop(10)
+        raise
+    finally:
         service.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], object], every_s: float) -> Iterator[None]:
+    """Call `look` so often in a thread until left; what it raises is raised then."""
+    over = threading.Event()
+    broken: list[Exception] = []
+
+    def run() -> None:
+        try:
+            while not over.wait(every_s):
+                look()
+        except Exception as error:
+            broken.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(30)
+    if thread.is_alive():
+        raise RuntimeError("a look has not ended in 30 s")
+    if broken:
+        raise broken[0]
 
 
 def attempt(
@@ -116,7 +150,7 @@ def attempt(
             "where": "".join(traceback.format_tb(error.__traceback__)[-3:])[-1500:],
         }
         with contextlib.suppress(Exception):
-            found[name]["log"] = log()[-LOG_TAIL:]
+            found[name]["log"] = (log() or "".join(getattr(error, "__notes__", ())))[-LOG_TAIL:]
         if isinstance(error, KeyboardInterrupt):
             raise
     finally:
@@ -137,7 +171,7 @@ class Answer(NamedTuple):
 
 
 class Load:
-    """Clients in closed loops on kept connections, each with `think_s` between two requests."""
+    """Clients in closed loops on kept connections, each pausing 2 ms between two requests."""
 
     def __init__(
         self,
@@ -146,11 +180,10 @@ class Load:
         clients: int = 16,
         *,
         body: bytes = IMAGE,
-        think_s: float = 0.002,
     ) -> None:
         self.answers: list[Answer] = []
         self._service, self._model = service, model
-        self._body, self._think_s = body, think_s
+        self._body = body
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._loop) for _ in range(clients)]
 
@@ -166,10 +199,11 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join(70)
+            assert not thread.is_alive(), "a client still waits for its answer"
 
     def _loop(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._service.port, timeout=60)
-        while not self._stop.wait(self._think_s):
+        while not self._stop.wait(0.002):
             began = time.monotonic()
             try:
                 connection.request("POST", f"/predictions/{self._model}", self._body)
@@ -200,9 +234,9 @@ class Load:
         """A few of what went wrong."""
         return sorted({f"{a.status} {a.text}"[:300] for a in self.answers if a.status != 200})[:4]
 
-    def shares(self, since: float, until: float = float("inf")) -> dict[int, float]:
-        """By process, its share of the answers of that time."""
-        counts = Counter(a.pid for a in self.answers if a.pid and since <= a.ended < until)
+    def shares(self, since: float) -> dict[int, float]:
+        """By process, its share of the answers since then."""
+        counts = Counter(a.pid for a in self.answers if a.pid and a.ended >= since)
         total = counts.total() or 1
         return {pid: round(count / total, 3) for pid, count in counts.items()}
 

@@ -139,9 +139,9 @@ def test_many_batches_in_flight_never_mix_their_rows(make: Make) -> None:
             asked[entry.item.id] = seed
         served.wait(before + len(asked))
     answers = served.wait(before + len(asked))
-    for number, seed in asked.items():
-        if answers[number].status == "busy":
-            continue
+    answered = {n: seed for n, seed in asked.items() if answers[n].status != "busy"}
+    assert len(answered) > len(asked) / 2
+    for number, seed in answered.items():
         np.testing.assert_allclose(np.array(values(answers[number])), alone[seed], atol=1e-2)
 
 

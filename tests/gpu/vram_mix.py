@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +29,8 @@ import rig
 import work
 from mixed_clients import ask
 from service import Service, free_port
+
+from gpusup.supervisor.certify_math import percentile
 
 HERE = Path(__file__).resolve().parent
 BUDGET_GIB = 24.0
@@ -73,70 +74,47 @@ def ballast(*words: str, env: dict[str, str] | None = None) -> Iterator[dict[str
 
 
 class Peak:
-    """The most device memory in use by anybody, by NVML, every 20 ms. 0 where there is none."""
+    """The most device memory in use by anybody at any look, by NVML. 0 on a CPU."""
 
     def __init__(self, cpu: bool) -> None:
         self.used = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self._cpu = cpu
 
-    def __enter__(self) -> Peak:
-        if not self._cpu:
-            self._thread.start()
-        return self
+    def look(self) -> None:
+        self.used = max(self.used, nvml_used(self._cpu))
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if not self._cpu:
-            self._thread.join(5)
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.02):
-            self.used = max(self.used, nvml_used())
+    def gib(self, base: int) -> float | None:
+        """Above `base`; None where nothing was seen."""
+        return round(max(0, self.used - base) / GIB, 2) if self.used else None
 
 
 _nvml: list[Any] = []
 
 
-def nvml_used() -> int:
-    """Bytes of the first device in use by anybody; 0 where NVML can't tell."""
-    try:
-        import pynvml
-
-        if not _nvml:
-            pynvml.nvmlInit()
-            _nvml.append(pynvml.nvmlDeviceGetHandleByIndex(0))
-        memory = pynvml.nvmlDeviceGetMemoryInfo(_nvml[0])
-        return int(memory.total - memory.free)
-    except Exception:  # the run goes on without this figure
+def nvml_used(cpu: bool) -> int:
+    """Bytes of the first device in use by anybody; 0 on a CPU. Raises if NVML can't tell."""
+    if cpu:
         return 0
+    import pynvml
+
+    if not _nvml:
+        pynvml.nvmlInit()
+        _nvml.append(pynvml.nvmlDeviceGetHandleByIndex(0))
+    memory = pynvml.nvmlDeviceGetMemoryInfo(_nvml[0])
+    return int(memory.total - memory.free)
 
 
 class Watch:
-    """Bands and use as gpusup sees them, five times a second."""
+    """Bands and use as gpusup sees them at each look."""
 
     def __init__(self, service: Service) -> None:
         self.bands: Counter[str] = Counter()
         self.used = 0
         self.total = 0
         self._service = service
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(10)
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.2):
-            status = self._service.try_status()
-            if not status:
-                continue
+    def look(self) -> None:
+        if status := self._service.try_status():
             device = status["devices"][0]
             self.bands[device["band"]] += 1
             self.total = device["total"]
@@ -177,7 +155,7 @@ def load(url: str, clients: int, seconds: float, sizes: list[int]) -> dict[str, 
         lost += found["lost"]
         for size, some in found["times"].items():
             times.setdefault(size, []).extend(some)
-    every = sorted(t for some in times.values() for t in some)
+    every = [t for some in times.values() for t in some]
     return {
         "clients": clients,
         "counts": dict(counts),
@@ -186,13 +164,13 @@ def load(url: str, clients: int, seconds: float, sizes: list[int]) -> dict[str, 
         "images_per_s": round(len(every) / seconds, 1),
         "p50_s": at(every, 0.5),
         "p99_s": at(every, 0.99),
-        "p99_s_by_size": {size: at(sorted(some), 0.99) for size, some in sorted(times.items())},
+        "p99_s_by_size": {size: at(some, 0.99) for size, some in sorted(times.items())},
         "texts": dict(texts.most_common(3)),
     }
 
 
 def at(times: list[float], share: float) -> float | None:
-    return round(times[min(len(times) - 1, int(share * len(times)))], 3) if times else None
+    return round(percentile(times, share), 3) if times else None
 
 
 def with_gpusup(
@@ -214,7 +192,8 @@ def with_gpusup(
         for count in clients:
             before = service.pids()
             run: dict[str, Any] = {"clients": count}
-            with Watch(service) as watch, Peak(cpu) as peak:
+            watch, peak = Watch(service), Peak(cpu)
+            with rig.looking(watch.look, 0.2), rig.looking(peak.look, 0.02):
                 work_it = partial(load, url, count, seconds, sizes)
                 rig.attempt(run, "load", work_it, service.log)
             after = service.status()["slots"]
@@ -226,12 +205,12 @@ def with_gpusup(
                 "bands": dict(watch.bands),
                 "used_by_status_gib": round(watch.used / GIB, 2),
                 "budget_gib": round(watch.total / GIB, 2),
-                "peak_gib": round(max(0, peak.used - base) / GIB, 2) if peak.used else None,
+                "peak_gib": peak.gib(base),
             }  # fmt: skip
             found["runs"].append(run)
             say(f"gpusup, {count} clients: {run}")
-        found["log"] = "" if healthy(found) else service.log()[-rig.LOG_TAIL :]
-    found["right"] = healthy(found)
+        found["log"] = "" if healthy(found, cpu) else service.log()[-rig.LOG_TAIL :]
+    found["right"] = healthy(found, cpu)
     return found
 
 
@@ -240,12 +219,15 @@ def ooms(service: Service) -> dict[str, float]:
     return found
 
 
-def healthy(found: dict[str, Any]) -> bool:
+def healthy(found: dict[str, Any], cpu: bool) -> bool:
+    """A run on a GPU whose use nobody saw is not."""
+    most = 0.0 if cpu else float("inf")
     return all(
         run.get("same_pids")
         and not run.get("restarts")
         and run.get("not_answered") == 0
-        and (run.get("peak_gib") or 0) <= BUDGET_GIB
+        and not run.get("lost")
+        and (most if run.get("peak_gib") is None else run["peak_gib"]) <= BUDGET_GIB
         for run in found["runs"]
     )
 
@@ -274,10 +256,11 @@ def naive(
                 log.seek(0)
                 raise RuntimeError(f"the naive server did not start: {log.read()[-1500:]!r}")
             for count in clients:
-                with Peak(cpu) as peak:
+                peak = Peak(cpu)
+                with rig.looking(peak.look, 0.02):
                     run = load(url, count, seconds, sizes)
                 run["alive"] = process.poll() is None
-                run["peak_gib"] = round(max(0, peak.used - base) / GIB, 2) if peak.used else None
+                run["peak_gib"] = peak.gib(base)
                 found["runs"].append(run)
                 say(f"naive {dtype}, {count} clients: {run}")
                 if run["not_answered"]:
@@ -360,7 +343,7 @@ def main() -> int:
     )
     with contextlib.suppress(KeyboardInterrupt), holding as held:
         result["ballast"] = held
-        base = nvml_used()
+        base = nvml_used(cpu)
         step("gpusup", lambda found: with_gpusup(found, cpu, sizes, clients, given.seconds, base))
         if not given.skip_naive:
             seconds = given.naive_seconds or given.seconds

@@ -6,6 +6,7 @@ Prints {"images_per_s": {rows: rate}, "latency_ms": {"graph": ms, "eager": ms}}.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def one_by_one_ms(run: Callable[[], object], seconds: float) -> float:
         run()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2] * 1e3
+    return statistics.median(times) * 1e3
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
