@@ -31,6 +31,8 @@ _DEVICE: Final = re.compile(
 )
 #: The supervisor pins each worker with this one; a second opinion would unpin it.
 _RESERVED_ENV: Final = {"CUDA_VISIBLE_DEVICES"}
+#: One batch in a hundred is slower than the p99: below this, health would be taken for a hang.
+LEAST_TIMES: Final = 2.0
 
 
 def check_all(config: Config, base: Path) -> tuple[Config, list[str]]:
@@ -219,6 +221,12 @@ def _model_numbers(section: str, model: ModelConfig, say: Say) -> None:
         say(section, "golden_tolerance", f"can't be negative, got {model.golden_tolerance:g}")
     if model.budget <= 0:
         say(section, "budget", "must be above 0s")
+    if 0 < model.budget_p99 < LEAST_TIMES:
+        say(
+            section,
+            "budget_p99",
+            f"must be 0 or at least {LEAST_TIMES:g} times, got {model.budget_p99:g}",
+        )
     for key, tensors in (("inputs", model.inputs), ("outputs", model.outputs)):
         for name, times in Counter(tensor.name for tensor in tensors).items():
             if times > 1:

@@ -155,6 +155,7 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     decode_threads: Annotated[int, Meta(ge=0)] = 2
     torch_threads: Annotated[int, Meta(ge=0)] = 1
     budget: Seconds = 30.0
+    budget_p99: Annotated[float, Meta(ge=0)] = 0.0
     retry: Literal["never", "safe"] = "never"
     request_timeout: Seconds = 0.0
     starvation: Seconds = 5.0

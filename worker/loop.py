@@ -19,6 +19,7 @@ import torch
 from . import wire
 from .answers import Answers, Whole
 from .batcher import DEFAULT_RANK, Batcher, Unit
+from .budgets import Budgets
 from .compute import Containment, Failure, Flight, Placed, failure_of, one_line
 from .crew import Crew
 from .desk import Bell, Desk
@@ -87,7 +88,7 @@ class Loop:
         self._desk = desk
         self._bell = bell
         self._running = running
-        self._budget = settings.budget
+        self._budgets = Budgets(settings.budget, settings.budget_p99)
         self.batcher = Batcher(
             max_rows=settings.max_rows,
             wait=settings.wait,
@@ -234,7 +235,7 @@ class Loop:
             return
         while self._flights:
             self._land(self._flights.popleft())
-        work = self._running.begin(self._budget, [])
+        work = self._running.begin(self._budgets.most, [])
         try:
             self._runner.idle_step()
         except Exception as error:
@@ -394,7 +395,7 @@ class Loop:
             names.append(entry.item.request_id)
             if unit.rows != unit.notes.rows:
                 entry.whole.begun = True
-        work = self._running.begin(self._budget, pairs, names, rows)
+        work = self._running.begin(self._budgets.of(key), pairs, names, rows)
         failure: Failure | None = None
         try:
             flight = self._runner.launch(key, units, rows)
@@ -440,6 +441,7 @@ class Loop:
         if self._device.kind == "cpu":
             self._tidy_at = self._active + _TIDY_S
         self._pace.landed(launched.key, launched.rows, took)
+        self._budgets.note(launched.key, took)
         for other in self._flights:
             self._running.again(other.work)  # it had to wait for this one
         self._answers.deliver(

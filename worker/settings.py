@@ -18,6 +18,7 @@ class Settings:
     wait: float
     starvation: float
     budget: float
+    budget_p99: float  # times; 0: not measured
     buckets: tuple[tuple[int, ...], ...]
     fit: Any
     no_bucket: str
@@ -44,6 +45,7 @@ def settings_of(config: Mapping[str, Any], model: Any) -> Settings:
         wait=float(get("wait", 0.002)),
         starvation=float(get("starvation", 5.0)),
         budget=float(get("budget", 30.0)),
+        budget_p99=float(get("budget_p99", 0.0)),
         buckets=tuple(tuple(map(int, bucket)) for bucket in buckets),
         fit=get("fit", "exact"),
         no_bucket=get("no_bucket", "eager"),

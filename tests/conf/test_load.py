@@ -72,6 +72,7 @@ def test_units_become_plain_numbers(tmp_path: Path) -> None:
         ("[models.a]", "[models.a] handler: is missing"),
         ('[models."a b"]\nhandler = "x:Y"', """[models] "a b": not usable as a name: expected a name of at most 64 letters, digits, '.', '_' and '-', got "a b\""""),
         (MODEL + "buckets = [[3, 0]]", "[models.a] buckets[0]: sizes must be above 0, got [3, 0]"),
+        (MODEL + "budget_p99 = 1", "[models.a] budget_p99: must be 0 or at least 2 times, got 1"),
         (MODEL + "buckets = [[]]", "[models.a] buckets[0]: sizes must be above 0, got []"),
         (MODEL + "buckets = [1]", "[models.a] buckets[0]: expected a list (each a whole number), got 1"),
         (MODEL + 'degrade = [{ step = "sleep" }]', '[models.a.degrade[0]] step: expected one of "cpu_fallback", "lower_precision", "skip_post_processing", got "sleep"'),

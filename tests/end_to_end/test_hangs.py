@@ -7,6 +7,7 @@ and a call stuck in C that leaves the heartbeat fine.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from gpusup.conf.schema import ModelConfig
+from gpusup.worker.budgets import FEWEST, LEAST_S
 
 from .load import Load, figure
 from .service import HANDLERS, Service, running
@@ -52,6 +56,11 @@ settings = {{ seconds = 1.5 }}
 handler = "{HANDLERS}:Unhealthy"
 devices = ["cpu1"]
 settings = {{ file = "FOLDER/unhealthy" }}
+
+[models.measured]
+handler = "{HANDLERS}:Hang"
+devices = ["cpu1"]
+budget_p99 = 10
 
 [models.queued]
 handler = "{HANDLERS}:Sleeper"
@@ -111,6 +120,19 @@ def test_a_hang_is_killed_with_its_stack_and_answered_soon_after_its_budget(
     assert "most recent call first" in log
     assert "in forward" in log
     service.wait_ready()
+
+
+def test_a_hang_is_found_by_what_batches_took_long_before_the_budget(service: Service) -> None:
+    (slot,) = slots_of(service, "measured")
+    with Load(service, "/predictions/measured", clients=1) as load:
+        load.wait_for(2 * FEWEST)
+    assert load.bad() == []
+    reply = service.predict("measured", b"666")
+    assert reply.status == 502, reply.body
+    service.wait_ready()
+    found = re.search(r"its budget is ([\d.]+) s", service.slot(slot)["last_exit"])
+    assert found
+    assert LEAST_S <= float(found[1]) < ModelConfig(handler="").budget
 
 
 def test_a_deadline_before_the_budget_is_kept_and_the_worker_is_replaced(service: Service) -> None:
