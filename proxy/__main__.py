@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
 
 import msgspec
 import setproctitle
@@ -20,14 +19,13 @@ import uvloop
 
 from gpusup.conf.log import set_up
 from gpusup.conf.schema import Config
+from gpusup.worker import heap
 
 from .security import KeyFileError
 from .serve import Process
 from .tls import TlsError
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
 
 
 def read_config(fd: int) -> Config:
@@ -38,14 +36,6 @@ def read_config(fd: int) -> Config:
     return msgspec.convert(msgspec.msgpack.decode(data), Config)
 
 
-def keep_memory(libc: ctypes.CDLL) -> None:
-    """Bodies come in pieces of 256 KiB; glibc would take each from the kernel and give it back,
-    and every page of it would fault anew."""
-    with suppress(AttributeError):  # another libc
-        libc.mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 64 * 2**20)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="gpusup.proxy")
     parser.add_argument("--listen-fd", type=int, required=True)
@@ -54,9 +44,8 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     args = parser.parse_args()
     # From the main thread: it fires when the supervisor's creating thread ends.
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    keep_memory(libc)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    heap.keep(blocks=4 * heap.MIB, top=64 * heap.MIB)  # bodies come in pieces of 256 KiB
     number = args.name.removeprefix("proxy") or args.name
     setproctitle.setproctitle(f"gpusup: proxy {number}")
     # A terminal's Ctrl-C and a service manager's TERM are for the supervisor, which tells us.

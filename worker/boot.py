@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NoReturn, TextIO
 
 import setproctitle
 
-from . import wire
+from . import heap, wire
 from .control import ControlLink, connect
 from .data import DataServer
 from .entry import EngineLike, Fence, LoadProblem
@@ -217,6 +217,8 @@ def settle(spec: wire.WorkerSpec, parent: int) -> None:
         os.environ.pop(name, None)
     use_environment(spec.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.device_uuid if spec.device == "cuda" else ""
+    # Activations are of megabytes each, and come again with every batch.
+    heap.keep(blocks=32 * heap.MIB, top=64 * heap.MIB)
     setproctitle.setproctitle(
         f"gpusup: worker {spec.slot} {spec.model}@{spec.version} (generation {spec.generation})"
     )

@@ -143,8 +143,8 @@ class Runner:
         unknown = self.learning and not self.profile.covers(text, rows)
         before = 0
         if unknown:
-            before = self.device.allocated()
             self.device.begin_peak()
+            before = self.device.allocated()
         batch, slab = self._gather(key, units, rows)
         try:
             returned = self.forward(key, batch, units)

@@ -7,7 +7,6 @@ the same code on a machine without a GPU: there resident memory stands for the a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Final, Protocol
 
 import torch
 
-from . import wire
+from . import heap, wire
 from .entry import LoadProblem
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -139,13 +138,6 @@ def open_device(spec: wire.WorkerSpec) -> Device:
     return Cuda(spec.device_uuid, spec.memory_cap, spec.device_total)
 
 
-def _give_back_heap() -> None:
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 class Cpu:
     kind = "cpu"
     uuid = ""
@@ -171,7 +163,9 @@ class Cpu:
         return wire.Memory(allocated=now, reserved=now, peak=self._peak, static=self.static)
 
     def begin_peak(self) -> None:
-        """The kernel's high-water mark is reset where it lets us; else a peak is what remains."""
+        """The kernel's high-water mark is reset where it lets us; else a peak is what remains.
+        What an earlier batch left in the heap would be missing from it."""
+        heap.give_back()
         try:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
@@ -186,6 +180,8 @@ class Cpu:
     def check_room(self, cost: int) -> None:
         if not self._cap:
             return
+        if self.allocated() + cost > self._cap:
+            heap.give_back()
         used = self.allocated()
         if used + cost > self._cap:
             raise CapReached(
@@ -196,7 +192,8 @@ class Cpu:
         return self._cap or int(os.sysconf("SC_PHYS_PAGES")) * _PAGE
 
     def trim(self) -> None:
-        _give_back_heap()
+        gc.collect()
+        heap.give_back()
 
     def canary(self) -> None:
         if float((torch.ones(1) + 1).sum()) != 2.0:
@@ -314,7 +311,7 @@ class Cuda:
     def trim(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
-        _give_back_heap()
+        heap.give_back()
 
     def canary(self) -> None:
         # A copy back, not only a launch: that one waits for the device's answer.
