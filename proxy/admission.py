@@ -7,6 +7,7 @@ Pure. Bytes and shares of a device; DESIGN's formulas:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -93,23 +94,29 @@ class Costs:
 
 
 class _Held:
-    __slots__ = ("biggest", "cap", "count", "total")
+    __slots__ = ("biggest", "cap", "count", "effective", "total")
 
     def __init__(self) -> None:
         self.total = 0
         self.count = 0
         self.biggest = 0
         self.cap = 0  # 0: none
+        self.effective = 0
 
-    def effective(self) -> int:
-        """A worker computes one batch at a time: beyond the largest one, work there waits."""
-        return min(self.total, max(self.cap, self.biggest)) if self.cap else self.total
+
+def _effective(total: int, biggest: int, cap: int) -> int:
+    """A worker computes one batch at a time: beyond the largest one, work there waits."""
+    if not cap:
+        return total
+    most = max(cap, biggest)
+    return most if total > most else total
 
 
 class Ledger:
-    """Leases for this proxy's work in flight, per device and worker."""
+    """Leases for this proxy's work in flight, per device and worker. `total`: of all devices."""
 
     def __init__(self) -> None:
+        self.total = 0
         self._held: dict[str, dict[str, _Held]] = {}
         self._sums: dict[str, int] = {}
 
@@ -126,20 +133,26 @@ class Ledger:
         """
         if cost <= 0:
             return True
-        held = self._held.setdefault(device, {}).setdefault(worker, _Held())
-        before = held.effective(), held.biggest, held.cap
-        held.total += cost
-        held.biggest = max(held.biggest, cost)
-        held.cap = cap
-        grown = self.leased(device) - before[0] + held.effective()
-        if total and grown > total:
-            held.total -= cost
-            _, held.biggest, held.cap = before
-            if not held.count:
-                del self._held[device][worker]
+        workers = self._held.get(device)
+        if workers is None:
+            workers = self._held[device] = {}
+        held = workers.get(worker)
+        if held is None:
+            held = _Held()
+        biggest = max(held.biggest, cost)
+        effective = _effective(held.total + cost, biggest, cap)
+        more = effective - held.effective
+        leased = self._sums.get(device, 0) + more
+        if total and leased > total:
             return False
+        workers[worker] = held
+        held.total += cost
         held.count += 1
-        self._sums[device] = grown
+        held.biggest = biggest
+        held.cap = cap
+        held.effective = effective
+        self._sums[device] = leased
+        self.total += more
         return True
 
     def give(self, device: str, worker: str, cost: int) -> None:
@@ -149,15 +162,17 @@ class Ledger:
         held = self._held.get(device, {}).get(worker)
         if held is None or held.total < cost:
             raise ValueError(f"{cost} bytes on {device} were not leased for {worker}")
-        before = held.effective()
         held.total -= cost
         held.count -= 1
-        if not held.count:
-            del self._held[device][worker]
-            after = 0
+        if held.count:
+            effective = _effective(held.total, held.biggest, held.cap)
         else:
-            after = held.effective()
-        self._sums[device] = self.leased(device) - before + after
+            del self._held[device][worker]
+            effective = 0
+        less = held.effective - effective
+        held.effective = effective
+        self._sums[device] -= less
+        self.total -= less
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +193,7 @@ class Bands:
         self._proxy = proxy
         self.devices: dict[str, DeviceInfo] = {}
         self.bands: dict[str, Band] = {}
+        self._easy_below = math.inf
 
     def update(self, devices: Iterable[DeviceInfo]) -> list[BandChange]:
         self.devices = {d.name: d for d in devices}
@@ -194,13 +210,30 @@ class Bands:
                 changes.append(
                     BandChange(name, before, after, info.watermark, self.projected(name, 0))
                 )
+        self._easy_below = min((self._slack(name) for name in self.devices), default=math.inf)
         return changes
+
+    def easy(self, cost: int) -> bool:
+        """Whether every device stays in its normal band with `cost` more, wherever our leases are:
+        then none has to be looked at."""
+        return self._ledger.total + cost < self._easy_below
+
+    def _slack(self, device: str) -> float:
+        """Bytes of our leases up to which it surely stays in the normal band."""
+        band = self.bands[device]
+        if band != "normal":
+            return math.inf if band == "unknown" else 0.0
+        info = self.devices[device]
+        seen = max(0, self._others(info) - info.dynamic)
+        return int((self._config.queue - info.watermark) * info.total) - seen
+
+    def _others(self, info: DeviceInfo) -> int:
+        return sum(size for proxy, size in info.leased.items() if proxy != self._proxy)
 
     def pending(self, device: str) -> int:
         """Leased by all proxies and not yet seen as allocated."""
         info = self.devices[device]
-        others = sum(size for proxy, size in info.leased.items() if proxy != self._proxy)
-        return max(0, self._ledger.leased(device) + others - info.dynamic)
+        return max(0, self._ledger.leased(device) + self._others(info) - info.dynamic)
 
     def projected(self, device: str, cost: int) -> float:
         info = self.devices.get(device)

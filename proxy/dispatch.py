@@ -66,7 +66,7 @@ class Dispatcher(Lines):
             entry.future = asyncio.get_running_loop().create_future()
         if not lane.present:
             self._admit_held(lane, entry, now)
-        elif (cost or not self._memory.calm) and (step := self._judge(lane, entry)) is not None:
+        elif not self._memory.easy(cost) and (step := self._judge(lane, entry)) is not None:
             self._send_degraded(lane, entry, step, now)
             return entry
         elif served.waiting >= WAITING_LEAST and self._is_full(lane, lane.most_waiting()):

@@ -193,7 +193,7 @@ class Lines:
             band: Callable[[Worker], Band] | None = None
             if entry.degrade:
                 workers = lane.degraded(entry.degrade)
-            elif entry.cost or not self._memory.calm:
+            elif not self._memory.easy(entry.cost):
                 band = partial(self._memory.band, entry.cost)
             worker = self._choose(workers, entry, band, now)
             if worker is None:

@@ -20,8 +20,7 @@ _SETTLE_S = 1.0
 
 
 class Memory:
-    """`calm` while no device is in a band that asks for care: then a request without cost needs no
-    look at any device. `in_flight` says how many requests there are, for the records."""
+    """`in_flight` says how many requests there are, for the records."""
 
     def __init__(
         self,
@@ -39,13 +38,11 @@ class Memory:
         self._bands = Bands(config, self._ledger, name)
         self._told: dict[str, tuple[int, int]] = {}
         self._given: dict[str, float] = {}  # device -> when a lease there last ended
-        self.calm = True
 
     def on_devices(self, devices: Sequence[DeviceInfo]) -> None:
         self._changes(self._bands.update(devices))
 
     def _changes(self, changes: list[BandChange]) -> None:
-        self.calm = all(band in ("normal", "unknown") for band in self._bands.bands.values())
         for change in changes:
             self._tell(
                 Shed(
@@ -58,6 +55,10 @@ class Memory:
                     in_flight=self._in_flight(),
                 )
             )
+
+    def easy(self, cost: int) -> bool:
+        """Whether a request of `cost` bytes may go to any device, without a look at each."""
+        return self._bands.easy(cost)
 
     def band(self, cost: int, worker: Worker) -> Band:
         return self._bands.judge(worker.route.device, cost)

@@ -180,9 +180,10 @@ class Cpu:
     def check_room(self, cost: int) -> None:
         if not self._cap:
             return
-        if self.allocated() + cost > self._cap:
-            heap.give_back()
         used = self.allocated()
+        if used + cost > self._cap:
+            heap.give_back()
+            used = self.allocated()
         if used + cost > self._cap:
             raise CapReached(
                 f"the batch takes {cost} bytes above the {used} in use, the cap is {self._cap}"

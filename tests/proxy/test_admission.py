@@ -119,6 +119,34 @@ def test_leases_that_are_allocated_already_are_not_counted_twice() -> None:
     assert found.projected("d", 0) == pytest.approx(0.84)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_easy_is_normal_on_every_device(seed: int) -> None:
+    rng = random.Random(seed)
+    ledger = Ledger()
+    found = Bands(WatermarkConfig(), ledger, "proxy0")
+    easy = 0
+    for _ in range(500):
+        found.update([
+            device(
+                name,
+                watermark=rng.choice([0.0, 0.3, 0.6, 0.84, 0.86, 0.93]),
+                dynamic=rng.choice([0, 100, 300]),
+                leased={"proxy0": 999, "proxy1": rng.choice([0, 50, 400])},
+                known=rng.random() < 0.9,
+            )
+            for name in "ab"[: rng.randrange(3)]
+        ])  # fmt: skip
+        lease = (rng.choice("ab"), "w", rng.choice([10, 100, 300]))
+        taken = rng.random() < 0.7 and ledger.take(*lease, cap=0, total=1000)
+        cost = rng.choice([0, 1, 50, 300])
+        if found.easy(cost):
+            easy += 1
+            assert {found.judge(name, cost) for name in "ab"} <= {"normal", "unknown"}
+        if taken:
+            ledger.give(*lease)
+    assert 50 < easy < 450
+
+
 def test_a_band_is_left_two_points_below_where_it_began() -> None:
     found, _ = bands(0.92)
     for watermark, band in ((0.91, "shed"), (0.89, "queue"), (0.84, "queue"), (0.82, "normal"),
