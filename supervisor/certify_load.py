@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gpusup.conf.precedence import prefer
+
 from .certify_math import Sample
 
 #: Longer than a service's own deadline (60 s, if it has the usual one): its word is wanted.
@@ -113,6 +115,7 @@ async def generator(url: str, bodies: Sequence[Body], folder: Path) -> AsyncIter
                 )
             )
         for process in processes:
+            prefer(process.pid)  # in reality they are elsewhere, and nothing here slows them
             await _write(process, setup)
         for process in processes:
             assert process.stdout is not None

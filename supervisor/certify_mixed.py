@@ -158,11 +158,16 @@ async def _hogs(disk: Path, gpus: Sequence[Any]) -> AsyncIterator[str]:
 
 
 def _background(words: list[str], *, stdout: int = subprocess.DEVNULL, env: Any = None) -> Any:
-    return subprocess.Popen(
+    """As any other program on this machine: with a session of its own, and no precedence."""
+    process = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.DEVNULL,
         text=True,
         env=env,
+        start_new_session=True,
     )
+    with contextlib.suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, process.pid, 0)
+    return process

@@ -19,6 +19,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpusup.conf.load import load
+from gpusup.conf.precedence import NICE, prefer
 from gpusup.conf.schema import Config
 
 from . import child_service
@@ -180,6 +181,13 @@ async def started(
         began = time.monotonic()
         env = {"GPUSUP_PROBE_OVERRIDES": str(overrides)} if overrides is not None else None
         process = child_service.start(config_path, log, env)
+        if prefer(process.pid):
+            notes.append(f"The service ran with nice {NICE}, as gpusup.service has it.")
+        else:
+            notes.append(
+                f"The service ran without the precedence of gpusup.service (nice {NICE}): root may "
+                "give it."
+            )
         connector = aiohttp.UnixConnector(str(folder / "run" / "control.sock"))
         timeout = aiohttp.ClientTimeout(total=CALL_LIMIT_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as control:

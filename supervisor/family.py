@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from gpusup.conf.precedence import follow
+
 from .leftovers import RUN_MARKER, token
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -302,6 +304,8 @@ class Family:
         # when the next one is made, and the exit status would be lost.
         process.returncode = 0
         self._ours.add(process.pid)
+        if new_session:
+            follow(process.pid)
         return process.pid
 
     def adopt(self, pid: int) -> None:

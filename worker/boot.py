@@ -23,6 +23,8 @@ from typing import Any, Final, Literal, NoReturn, TextIO
 
 import setproctitle
 
+from gpusup.conf.precedence import follow
+
 from . import heap, wire
 from .control import ControlLink, connect
 from .data import DataServer
@@ -207,6 +209,7 @@ def settle(spec: wire.WorkerSpec, parent: int) -> None:
     die_with_parent(parent)
     with contextlib.suppress(PermissionError):  # whoever exec'ed us has done it already
         os.setsid()
+        follow()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A core of a process with a CUDA context is huge, and writing it delays the memory's release.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpusup.conf.precedence import NICE
 from gpusup.supervisor import install
 from gpusup.supervisor.__main__ import main
 
@@ -112,6 +113,7 @@ def test_the_unit_is_what_the_service_speaks(tmp_path: Path) -> None:
     assert found["ExecReload"][-1] == "/opt/gpusup/bin/gpusupctl reload-config"
     assert (found["OOMPolicy"], found["KillMode"]) == (["continue"], ["mixed"])
     assert int(found["WatchdogSec"][0]) > 0
+    assert found["Nice"] == [str(NICE)]  # what certify runs with
 
 
 def test_nothing_in_the_unit_breaks_cuda(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""Which processes the kernel's scheduler lets go first when there are more than cores."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Final
+
+#: What serves goes before what merely computes. As in gpusup.service.
+NICE: Final = -10
+
+
+def prefer(pid: int) -> bool:
+    """Let a process that has just been started, and all that it will start, go before others.
+
+    False: we are not allowed to (it takes root or CAP_SYS_NICE), or it has ended.
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, pid, NICE)
+    except (PermissionError, ProcessLookupError):
+        return False
+    follow(pid)
+    return True
+
+
+def follow(pid: int = 0) -> None:
+    """Make a new session count as its process does: where the kernel groups sessions (see
+    sched(7), the autogroup feature), each begins as an equal of all others. 0: our own."""
+    with suppress(OSError):
+        if nice := os.getpriority(os.PRIO_PROCESS, pid):
+            with open(f"/proc/{pid or 'self'}/autogroup", "w") as group:
+                group.write(str(nice))
