@@ -140,6 +140,7 @@ def _numbers(config: Config, say: Say) -> None:
         ("supervision", "keep_alive", watch.keep_alive),
         ("supervision", "hello_limit", watch.hello_limit),
         ("supervision", "load_stall", watch.load_stall),
+        ("supervision", "proxy_limit", watch.proxy_limit),
         ("probe", "interval", config.probe.interval),
         ("probe", "call_limit", config.probe.call_limit),
         ("server", "request_timeout", config.server.request_timeout),

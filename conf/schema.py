@@ -95,6 +95,7 @@ class SupervisionConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
     keep_alive: Seconds = 0.25
     suspect_after: Seconds = 3.0
     beat_limit: Seconds = 20.0
+    proxy_limit: Seconds = 15.0
     drain_limit: Seconds = 30.0
     term_limit: Seconds = 5.0
     dump_wait: Seconds = 0.1

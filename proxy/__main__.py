@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -46,6 +47,8 @@ def main() -> int:
     # From the main thread: it fires when the supervisor's creating thread ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     heap.keep(blocks=4 * heap.MIB, top=64 * heap.MIB)  # bodies come in pieces of 256 KiB
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # asked for when we seem to hang
     number = args.name.removeprefix("proxy") or args.name
     setproctitle.setproctitle(f"gpusup: proxy {number}")
     # A terminal's Ctrl-C and a service manager's TERM are for the supervisor, which tells us.

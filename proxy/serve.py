@@ -30,6 +30,8 @@ from .tls import Tls, TlsError
 
 _REPORT_S: Final = 0.1
 _USED_S: Final = 1.0
+#: A report is due at least so often, even if nothing has changed: it says that we are alive.
+_ALIVE_S: Final = 1.0
 _LATENCY_S: Final = 0.5
 _GC_OBJECTS: Final = 20_000
 
@@ -78,6 +80,7 @@ class Process:
         self._site: Site | None = None
         self._tls: Tls | None = None
         self._last: wire.ProxyReport | None = None
+        self._last_at = 0.0
         self._latency: dict[str, tuple[float, float]] = {}
 
     async def run(self) -> int:
@@ -200,7 +203,7 @@ class Process:
                 self._report()
 
     def _report(self) -> None:
-        """What changed since the last one; nothing if nothing did."""
+        """What changed since the last one; now and then also if nothing did."""
         door = self._door
         dispatcher = door.dispatcher
         now = time.monotonic()
@@ -216,9 +219,9 @@ class Process:
             bands=dispatcher.bands(),
             latency=self._latency,
         )
-        if not counted and gauges == self._last:
+        if not counted and gauges == self._last and now - self._last_at < _ALIVE_S:
             return
-        self._last = gauges
+        self._last, self._last_at = gauges, now
         self._link.send(
             msgspec.structs.replace(gauges, counters=counters, histograms=histograms, stats=stats)
         )

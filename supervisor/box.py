@@ -390,6 +390,8 @@ class Box(Around, Evidence):
         if interval and now - self._watchdog_at >= interval / 2:
             self._watchdog_at = now
             self.notify.watchdog()
+        watch = self.config.supervision
+        self.proxies.look(now, watch.proxy_limit, watch.hello_limit)
 
     def title_of(self, device: str) -> str:
         found = self.probe.latest(device)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -28,6 +30,9 @@ _HEALTHY_S: Final = 30.0
 _BACKLOG: Final = 256 * 1024
 _AFTER_STOP_S: Final = 2.0
 _NEW_ONE_S: Final = 30.0
+#: Between two looks more does not count as silence.
+_LOOK_S: Final = 0.2
+_DUMP_S: Final = 0.1
 
 OnMessage = Callable[[str, FromProxy], None]
 OnGone = Callable[[str], None]
@@ -52,6 +57,7 @@ class _Proxy:
     address: str = ""  # where it listens; "" until it does
     leaving: bool = False
     stale: bool = False  # a Snapshot was left out
+    silent_s: float = 0.0  # in which we listened
     watch: Watch | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -91,6 +97,7 @@ class Proxies:
         self._timers: dict[str, asyncio.TimerHandle] = {}  # of the next start
         self._restarts: dict[str, int] = {}
         self._closed = False
+        self._looked = 0.0
         self._all_listening = asyncio.Event()
 
     # -- their lives -----------------------------------------------------------------------------
@@ -289,6 +296,23 @@ class Proxies:
             self._kill(proxy)
             await proxy.gone.wait()
 
+    def look(self, now: float, limit_s: float, start_limit_s: float) -> None:
+        """Replace those that have said nothing for so long: they hang, and so do their clients.
+
+        Call often. Only time in which we could have heard something counts: after a stop of our
+        own nobody is judged by it.
+        """
+        passed, self._looked = min(now - self._looked, _LOOK_S), now
+        for proxy in self._proxies.values():
+            proxy.silent_s += passed
+            limit = limit_s if proxy.address else start_limit_s
+            if proxy.silent_s > limit:
+                proxy.silent_s = 0.0
+                self._on_note(f"{proxy.name} hangs: not a word for {limit:g} s; it is replaced")
+                with suppress(ProcessLookupError):
+                    os.kill(proxy.pid, signal.SIGUSR2)  # its stacks go to the log
+                self._loop.call_later(_DUMP_S, self._kill, proxy)
+
     def _kill(self, proxy: _Proxy) -> None:
         if not proxy.gone.is_set():
             kill(proxy.pid)
@@ -325,6 +349,7 @@ class Proxies:
             self._tell(proxy, self._snapshot)
 
     def _hear(self, proxy: _Proxy, body: bytes) -> None:
+        proxy.silent_s = 0.0
         message = wire.decode_from_proxy(body)
         if isinstance(message, Listening):
             proxy.address = message.address

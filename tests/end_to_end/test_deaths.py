@@ -39,6 +39,9 @@ call_limit = "300ms"
 [watermark]
 stale_after = "500ms"
 
+[supervision]
+proxy_limit = "4s"
+
 [models.double]
 handler = "{HANDLERS}:Double"
 devices = ["cpu0", "cpu1"]
@@ -131,6 +134,27 @@ def test_a_killed_proxy_loses_only_what_was_inside_and_is_back_soon(service: Ser
     after = proxies(service)
     assert after["proxy1"]["pid"] == before["proxy1"]["pid"]
     assert after["proxy0"]["pid"] != before["proxy0"]["pid"]
+
+
+def test_a_stopped_proxy_is_found_and_replaced_while_the_other_serves(service: Service) -> None:
+    service.until(lambda: both_serve(service))
+    before = proxies(service)
+    with Load(service, "/predictions/double", clients=16) as load:
+        load.wait_for(200)
+        inside = proxies(service)["proxy0"]["connections"]
+        stopped = time.monotonic()
+        os.kill(before["proxy0"]["pid"], signal.SIGSTOP)
+        service.until(lambda: proxies(service)["proxy0"]["pid"] != before["proxy0"]["pid"])
+        found = time.monotonic() - stopped
+        service.until(lambda: both_serve(service))
+        load.wait_for(200)
+    lost = load.bad()
+    figure(f"stopped proxy replaced after {found:.2f} s, {len(lost)} of {inside} inside it lost")
+    assert found > 3.5
+    assert {seen.status for seen in lost} <= {0}
+    assert len(lost) <= inside + 1  # one may have been accepted and not counted yet
+    assert proxies(service)["proxy1"]["pid"] == before["proxy1"]["pid"]
+    assert "proxy0 hangs: not a word for 4 s" in service.log()
 
 
 def test_a_proxy_replaced_under_load_resets_nobody(service: Service) -> None:

@@ -18,6 +18,7 @@ def main() -> None:
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--name", required=True)
     given = parser.parse_args()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with os.fdopen(given.config_fd, "rb") as file:
         how = file.read().decode()
     if how == "dies":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
 import signal
 import socket
@@ -91,6 +92,44 @@ async def test_a_proxy_that_dies_is_replaced_at_once_and_told_the_world(house: H
         await house.heard.next()
     await house.hears("proxy0", "Snapshot")
     assert house.proxies.state()[0]["restarts"] == 1
+
+
+async def test_a_proxy_without_a_word_is_replaced_and_a_stop_of_our_own_is_not_its_fault(
+    house: House,
+) -> None:
+    house.proxies.start()
+    await house.proxies.listening()
+    first = house.pid("proxy0")
+    look = functools.partial(house.proxies.look, limit_s=1.0, start_limit_s=60.0)
+    look(1000.0)
+    look(2000.0)  # we slept in between
+    for tick in range(4):
+        look(2000.1 + tick / 10)
+    house.proxies.broadcast(snapshot(1))
+    await house.hears("proxy0", "Snapshot")  # a word of it: the count begins anew
+    for tick in range(9):
+        look(2001.0 + tick / 10)
+    assert house.notes.empty
+    for tick in range(3):
+        look(2002.0 + tick / 10)
+    assert "proxy0 hangs: not a word for 1 s" in str(await house.notes.next())
+    assert await house.gone.next() == ("proxy0",)
+    while house.pid("proxy0") in (0, first):
+        await house.heard.next()
+
+
+async def test_one_that_never_listens_has_the_time_of_a_start() -> None:
+    house = House(how="mute")
+    house.proxies.start()
+    for tick in range(12):
+        house.proxies.look(1000.0 + tick / 10, 0.1, 1.5)
+    assert house.notes.empty
+    for tick in range(12, 20):
+        house.proxies.look(1000.0 + tick / 10, 0.1, 1.5)
+    assert "proxy0 hangs: not a word for 1.5 s" in str(await house.notes.next())
+    assert await house.gone.next() == ("proxy0",)
+    house.proxies.kill()
+    house.listener.close()
 
 
 async def test_a_proxy_that_can_not_start_is_tried_less_and_less_often() -> None:
