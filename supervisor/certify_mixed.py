@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from .certify_bench import Bench
 from .certify_math import Ratio, Sample, percentile, ratio, summary
-from .certify_ramp import ms, told
+from .certify_ramp import ms, per_s, told
 from .certify_result import Result
 
 TITLE: Final = "Mixed: CPU hogs on all cores, disk reads, a foreign process on the GPU"
@@ -79,7 +79,7 @@ async def run(bench: Bench, result: Result) -> None:
     }  # fmt: skip
     words = (
         f"p50 changes by {found.value - 1:+.0%} (95 %: {found.low - 1:+.0%} to "
-        f"{found.high - 1:+.0%}) over {len(busy)} pairs of windows at {rate:.0f}/s"
+        f"{found.high - 1:+.0%}) over {len(busy)} pairs of windows at {per_s(rate)}"
     )
     if not gpus:
         result.skip(

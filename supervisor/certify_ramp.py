@@ -15,6 +15,8 @@ from .certify_service import NO_CONTROL
 
 TITLE: Final = "Load: open arrivals, ramp to the knee, then the stated rate"
 FIRST_RATE: Final = 20.0
+#: Where even that is too much, it is halved as far as this.
+LEAST_RATE: Final = 1.0
 MOST: Final = 100_000.0
 #: Without --rate, the share of the highest rate that is held: what one would run a box at.
 STATED_SHARE: Final = 0.5
@@ -35,7 +37,7 @@ async def run(bench: Bench, result: Result) -> None:
     rests: list[float] = []
 
     async def at(rate: float) -> bool:
-        bench.mark(result, f"{rate:.0f}/s")
+        bench.mark(result, per_s(rate))
         _, kept = _noted(bench, result, rate, await bench.load.run(rate, profile.step_s))
         await bench.settled(60.0)
         return kept
@@ -49,20 +51,26 @@ async def run(bench: Bench, result: Result) -> None:
     good, bad = 0.0, math.inf
     rate = FIRST_RATE
     while rate <= MOST:
-        bench.progress.step(f"load: {rate:.0f}/s", 0.1)
+        bench.progress.step(f"load: {per_s(rate)}", 0.1)
         if not await at(rate):
             bad = rate
             break
         good = rate
         rate *= 2
+    while not good and rate > LEAST_RATE:
+        rate = bad = max(LEAST_RATE, rate / 2)
+        bench.progress.step(f"load: {per_s(rate)}", 0.1)
+        if await at(rate):
+            good, bad = rate, rate * 2
     for _ in range(profile.bisections if good and bad < math.inf else 0):
         rate = math.sqrt(good * bad)
-        bench.progress.step(f"load: {rate:.0f}/s", 0.5)
+        bench.progress.step(f"load: {per_s(rate)}", 0.5)
         good, bad = (rate, bad) if await at(rate) else (good, rate)
         await rest()
     bench.knee = good
+    slowest = result.rates[-1]
 
-    stated = options.rate or STATED_SHARE * (good or FIRST_RATE)
+    stated = options.rate or STATED_SHARE * (good or bad)
     seconds = profile.hold_s
     missed: list[float] = []
     while True:
@@ -78,7 +86,7 @@ async def run(bench: Bench, result: Result) -> None:
     reached = percentile([s.latency for s in held], sla.share)
     whose = "as stated" if options.rate else f"{stated / good:.0%} of the highest" if good else ""
     if missed:
-        whose += f"; {', '.join(f'{rate:.0f}/s' for rate in missed)} not kept for so long"
+        whose += f"; {', '.join(map(per_s, missed))} not kept for so long"
     result.figures = {
         "highest_rate": round(good, 1),
         "first_rate_that_failed": None if bad == math.inf else round(bad, 1),
@@ -93,15 +101,15 @@ async def run(bench: Bench, result: Result) -> None:
     result.check(
         "highest rate",
         good > 0,
-        f"{good:.0f} requests/s keep {sla}"
-        + (f", {bad:.0f} do not" if bad < math.inf else "; no limit was found")
+        f"{per_s(good)} keeps {sla}"
+        + (f", {per_s(bad)} does not" if bad < math.inf else "; no limit was found")
         if good
-        else f"even {FIRST_RATE:.0f} requests/s do not keep {sla}: {_why(result.rates[0])}",
+        else f"not even {per_s(bad)} keeps {sla}: {_why(slowest)}",
     )
     result.check(
         "SLA at the stated rate",
         reached <= sla.limit_s and not found.growing,
-        f"p{sla.share * 100:g} is {ms(reached)} at {stated:.0f}/s ({whose}) over {seconds:g} s; "
+        f"p{sla.share * 100:g} is {ms(reached)} at {per_s(stated)} ({whose}) over {seconds:g} s; "
         f"the limit is {ms(sla.limit_s)}" + ("; answers came ever later" if found.growing else ""),
     )
     result.check(
@@ -152,8 +160,8 @@ async def _hold(
 ) -> list[Sample]:
     held: list[Sample] = []
     seconds = bench.profile.hold_s
-    bench.progress.step(f"load: {rate:.0f}/s for {seconds:g} s", 0.6)
-    bench.mark(result, f"stated: {rate:.0f}/s")
+    bench.progress.step(f"load: {per_s(rate)} for {seconds:g} s", 0.6)
+    bench.mark(result, f"stated: {per_s(rate)}")
     for _ in range(HELD_PARTS):
         held += await bench.load.run(rate, seconds / HELD_PARTS)
         await bench.settled(60.0)
@@ -168,6 +176,11 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def per_s(rate: float) -> str:
+    """Requests a second, as people read it: 1200/s, 2.5/s."""
+    return f"{rate:.0f}/s" if rate >= 20 else f"{rate:.3g}/s"
+
+
 def told(codes: dict[str, int]) -> str:
     return ", ".join(f"{count} x {code}" for code, count in sorted(codes.items()))
 
@@ -175,4 +188,5 @@ def told(codes: dict[str, int]) -> str:
 def _why(rate: dict[str, object]) -> str:
     codes = rate["codes"]
     words = told(codes) if isinstance(codes, dict) and codes else ""
-    return words or f"p99 {ms(float(str(rate['p99'])))}"
+    late = "answers came ever later, " if rate["growing"] else ""
+    return words or f"{late}p99 {ms(float(str(rate['p99'])))}"

@@ -17,7 +17,7 @@ from typing import Any, Final
 from . import certify_plots
 from .certify_bench import Options
 from .certify_machine import Machine
-from .certify_ramp import ms
+from .certify_ramp import ms, per_s
 from .certify_result import Result, Verdict, counted
 
 _SIGNS: Final[dict[Verdict, str]] = {"passed": "✓", "failed": "✗", "skipped": "-"}
@@ -172,9 +172,9 @@ def tiles(told: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if load := figures.get("load"):
         held = load["held"]
         found += [
-            ("highest rate within the SLA", f"{load['highest_rate']:.0f}/s", told["sla"]),
+            ("highest rate within the SLA", per_s(load["highest_rate"]), told["sla"]),
             ("p50 · p99", f"{_ms(held['p50'])} · {_ms(held['p99'])}",
-             f"at {load['stated_rate']:.0f}/s"),
+             f"at {per_s(load['stated_rate'])}"),
             ("requests lost", str(load["lost"]), f"of {load['requests']}, overload included"),
         ]  # fmt: skip
     if swap := figures.get("swap"):

@@ -17,7 +17,7 @@ from gpusup.conf.units import format_size
 
 from .certify_bench import Bench
 from .certify_math import Growth, growth, summary
-from .certify_ramp import ms, told
+from .certify_ramp import ms, per_s, told
 from .certify_result import Result
 from .leak import Slope
 
@@ -105,7 +105,7 @@ async def run(bench: Bench, result: Result) -> None:
     }  # fmt: skip
     result.check(
         "all answered", bad == 0,
-        f"{requests - bad} of {requests} in {elapsed:.0f} s at {rate:.0f}/s, worst p99 of a "
+        f"{requests - bad} of {requests} in {elapsed:.0f} s at {per_s(rate)}, worst p99 of a "
         f"stretch {ms(worst)}" + (f"; {told(codes)}" if codes else ""),
     )  # fmt: skip
     result.check("no worker restarted", restarts == 0, f"{restarts} restarts")

@@ -16,7 +16,7 @@ from gpusup.conf.places import weights_of
 
 from .certify_bench import Bench
 from .certify_math import Ratio, Sample, percentile, ratio, summary
-from .certify_ramp import ms, told
+from .certify_ramp import ms, per_s, told
 from .certify_result import Result
 from .certify_service import CertifyError, all_ready
 from .certify_toml import DIGITS, quoted
@@ -82,7 +82,8 @@ async def run(bench: Bench, result: Result) -> None:
     )  # fmt: skip
     result.check(
         "in-flight requests complete", found.clean,
-        f"{found.good} of {found.requests} answered well at {rate:.0f}/s, slowest {ms(found.worst)}"
+        f"{found.good} of {found.requests} answered well at {per_s(rate)}, "
+        f"slowest {ms(found.worst)}"
         + (f"; {told(found.codes)}" if found.codes else ""),
     )  # fmt: skip
     result.check(

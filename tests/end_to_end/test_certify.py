@@ -137,6 +137,21 @@ def test_a_service_with_a_tiny_queue_fails_load(short_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_rate_of_a_slow_model_is_found_below_the_first_one_that_is_tried(
+    short_path: Path,
+) -> None:
+    text = (
+        f'[models.slow]\nhandler = "{HANDLERS}:Sleeper"\nmax_rows = 1\n'
+        "settings = { seconds = 0.16 }\n"
+    )
+    words = ("--profile", "quick", "--only", "load", "--scale", "0.5", "--sla", "p99=600ms")
+    code, report, output = certify(short_path, config(short_path, text), *words)
+    figures = report["tests"][0]["figures"]
+    assert code == 0, output
+    assert 2 <= figures["highest_rate"] < figures["first_rate_that_failed"] <= 20
+
+
+@pytest.mark.slow
 def test_the_quick_profile_passes_with_the_bundled_model(short_path: Path) -> None:
     code, report, output = certify(short_path, "--profile", "quick", timeout=600.0)
     assert code == 0, output
