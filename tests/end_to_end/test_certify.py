@@ -142,9 +142,9 @@ def test_the_rate_of_a_slow_model_is_found_below_the_first_one_that_is_tried(
 ) -> None:
     text = (
         f'[models.slow]\nhandler = "{HANDLERS}:Sleeper"\nmax_rows = 1\n'
-        "settings = { seconds = 0.16 }\n"
+        "settings = { seconds = 0.3 }\n"
     )
-    words = ("--profile", "quick", "--only", "load", "--scale", "0.5", "--sla", "p99=600ms")
+    words = ("--profile", "quick", "--only", "load", "--scale", "0.5", "--sla", "p99=900ms")
     code, report, output = certify(short_path, config(short_path, text), *words)
     figures = report["tests"][0]["figures"]
     assert code == 0, output
