@@ -172,10 +172,15 @@ class Lines:
         self.in_flight -= 1
 
     def room(self) -> None:
-        """Something changed for the better: look again, once in this turn of the loop."""
+        """Something changed for the better: look again, in the next turn of the loop but one.
+
+        In between the loop looks at its sockets once more. What lies there already goes along:
+        fewer and larger frames, and a worker that is woken on our core disturbs nothing.
+        """
         if not self._woken:
             self._woken = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._pump)
 
     def _pump(self) -> None:
         self._woken = False
