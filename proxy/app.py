@@ -24,7 +24,7 @@ from gpusup.conf.places import host_port
 from .door import REFUSED, REQUEST_ID, Door
 from .errors import Internal, InvalidInput, MethodNotAllowed, NotFound, ProxyError
 from .express import LINGER_S, Express
-from .flight import Shared
+from .shared import Shared
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -17,8 +17,9 @@ from aiohttp import web
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from .flight import Flight, Shared
+from .flight import Flight
 from .heads import LONGEST, STARTS, Head, head_of
+from .shared import Shared
 
 _END: Final = b"\r\n\r\n"
 #: How long the rest of a refused body is read and dropped, so that its client sees the answer.

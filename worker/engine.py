@@ -115,7 +115,7 @@ class Engine:
             if connection in self._dropped:
                 return
             if arenas.register(connection, arena):
-                self._loop.intake.registered(arenas.connections())
+                self._loop.reception.intake.registered(arenas.connections())
                 if connection in self._dropped:  # meanwhile, and its arena was let go in vain
                     self._loop.leaving.add(connection)
                     self._bell.ring()
@@ -175,7 +175,7 @@ class Engine:
             load=self.load_now(),
             graphs=dict(self._loaded.runner.status),
             peaks=self._loaded.profile.peaks(),
-            sizes=self._loop.intake.seen(),
+            sizes=self._loop.reception.intake.seen(),
             running=self._running.request_ids(),
         )
 

@@ -10,33 +10,32 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from . import wire
-from .answers import Answers, Whole
-from .batcher import DEFAULT_RANK, Batcher, Unit
+from .answers import Answers
+from .batcher import Batcher, Unit
 from .budgets import Budgets
-from .compute import Containment, Failure, Flight, Placed, failure_of, one_line
+from .compute import Containment, Failure, Flight, failure_of, one_line
 from .crew import Crew
 from .desk import Bell, Desk
-from .entry import Entry
 from .intake import Intake
 from .outputs import Outputs
 from .pace import Pace
-from .pool import Key, TooLarge
+from .pool import Key
+from .reception import Reception
 from .running import Running, Work
 from .settings import ladder
 from .startup import Loaded
 from .texts import Texts
+from .totals import Totals
 
 _log = logging.getLogger(__name__)
 
-#: An item may have at most so many batches' worth of rows.
-MOST_BATCHES: Final = 32
 #: After so many batches without a bucket a shape gets one.
 _OFTEN: Final = 32
 #: Longest sleep of the loop; between sleeps it looks at what nobody rings for.
@@ -67,14 +66,6 @@ class _Launched:
     began: float
 
 
-@dataclass(slots=True)
-class Totals:
-    batches: int = 0
-    rows: int = 0
-    failures: int = 0
-    busy_s: float = 0.0
-
-
 class Loop:
     def __init__(
         self, spec: wire.WorkerSpec, loaded: Loaded, desk: Desk, bell: Bell, running: Running
@@ -96,10 +87,8 @@ class Loop:
             limit=self._runner.limit,
         )
         self._pace = Pace()
-        self.intake = Intake(loaded.model, settings)
         self.containment = Containment(loaded.runner, loaded.device, limit_s=settings.budget / 2)
         self._crew = Crew(settings.decode_threads, "crew")
-        self._crew_size = self._crew.size
         self.texts = Texts(
             loaded.model,
             running,
@@ -116,13 +105,22 @@ class Loop:
 
             self.arenas = Arenas()
         self.totals = Totals()
+        self.reception = Reception(
+            Intake(loaded.model, settings),
+            self.batcher,
+            crew=self._crew,
+            desk=desk,
+            texts=self.texts,
+            answers=self._answers,
+            totals=self.totals,
+            ring=bell.ring,
+            poisoned=self.poisoned,
+        )
         self.poison = ""
         self.stopping = False
         self.leaving: set[int] = set()
         self.when_empty: Callable[[], None] | None = None
         self.chores: deque[Callable[[], None]] = deque()
-        self._decoded: deque[tuple[Entry, Failure | None]] = deque()
-        self._coming = 0
         self._seen: dict[Key, int] = {}
         self._flights: deque[_Launched] = deque()
         self._wreck: list[_Launched] = []
@@ -150,26 +148,19 @@ class Loop:
     def _turn(self) -> None:
         while self.chores:
             self.chores.popleft()()
-        inbox = self._desk.inbox
-        if inbox:
-            began = time.monotonic()
-            while inbox:
-                began = self._admit(inbox.popleft(), began)
-        while self._decoded:
-            entry, failure = self._decoded.popleft()
-            self._coming -= 1
-            self._enqueue(entry, failure, time.monotonic())
+        reception = self.reception
+        reception.receive()
         now = time.monotonic()
         if self._desk.cancels or now >= self.batcher.next_deadline():
             self._desk.cancels = False
-            self._bury(self.batcher.sweep(now))
+            reception.bury(self.batcher.sweep(now))
             self.texts.sweep()
         flights = self._flights
         units: list[Unit] = []
         if len(flights) < self._runner.depth:
             idle = not flights or now >= self._pace.next_due
-            units = self.batcher.take(now, idle=idle, coming=self._coming)
-            self._bury(self.batcher.met())
+            units = self.batcher.take(now, idle=idle, coming=reception.coming)
+            reception.bury(self.batcher.met())
         if units:
             self._launch(units, now)
         if len(flights) >= self._runner.depth:
@@ -251,7 +242,7 @@ class Loop:
         if self.arenas is not None:
             for connection in gone:
                 self.arenas.unregister(connection)
-            self.intake.registered(self.arenas.connections())
+            self.reception.intake.registered(self.arenas.connections())
 
     def _canary(self) -> None:
         work = self._running.begin(self._spec.canary_limit, [])
@@ -267,119 +258,12 @@ class Loop:
         if text:
             self.poisoned(text)
 
-    # -- in -------------------------------------------------------------------------------------
-
-    def _admit(self, entry: Entry, now: float) -> float:
-        """Returns the time by then: that of each step is the beginning of the next."""
-        if entry.item.method != "predict":
-            self.texts.take(entry)
-        elif self._dead(entry, now):
-            pass
-        elif self._crew_size and self.intake.needs_decode(entry.item):
-            self._coming += 1
-            self._crew.put(self._decode, entry)
-        else:
-            failure = self._prepare(entry)
-            began, now = now, time.monotonic()
-            entry.decode_s = now - began
-            self._enqueue(entry, failure, now)
-        return now
-
-    def _decode(self, entry: Entry) -> None:
-        """In the crew. Whatever happens, the loop hears of it: it counts what is coming."""
-        failure: Failure | None = Failure("failed", "not decoded")
-        began = time.monotonic()
-        try:
-            if entry.cancelled:
-                failure = None  # found again, and buried, by `_enqueue`
-            else:
-                with torch.inference_mode():
-                    failure = self._prepare(entry)
-        finally:
-            entry.decode_s = time.monotonic() - began
-            self._decoded.append((entry, failure))
-            self._bell.ring()
-
-    def _prepare(self, entry: Entry) -> Failure | None:
-        try:
-            self.intake.prepare(entry)
-        except TooLarge as error:
-            return Failure("too_large", str(error))
-        except Exception as error:
-            if isinstance(error, RecursionError):
-                return Failure("invalid", "the input is nested too deeply")
-            failure = failure_of(error)
-            return Failure("failed", failure.text) if failure.kind == "rows" else failure
-        return None
-
-    def _enqueue(self, entry: Entry, failure: Failure | None, now: float) -> None:
-        if self._dead(entry, now):
-            return
-        if failure is not None:
-            if failure.kind == "failed":
-                self.totals.failures += 1
-            self._answers.fail(entry, failure)
-            if failure.kind == "sticky":
-                self.poisoned(failure.text)
-            return
-        placed: Placed = entry.tensor
-        most = self.batcher.most_rows(entry.bucket)
-        if not placed.rows:
-            self._answers.empty(entry)
-        elif placed.rows <= most:
-            self._add(entry, 0, placed.rows)
-        elif placed.rows > (limit := self.batcher.max_rows * MOST_BATCHES):
-            text = f"{placed.rows} rows in one request, the limit is {limit}"
-            self._answers.fail(entry, Failure("invalid", text))
-        else:
-            entry.whole = Whole(placed.rows)
-            for first in range(0, placed.rows, most):
-                self._add(entry, first, min(most, placed.rows - first))
-
-    def _add(self, entry: Entry, first: int, rows: int) -> None:
-        item = entry.item
-        self.batcher.add(
-            Unit(
-                entry,
-                entry.bucket,
-                rows,
-                entry.arrived,
-                item.deadline or math.inf,
-                item.priority if item.priority > 0 else DEFAULT_RANK,
-                first,
-                False,
-                entry.tensor,
-            )
-        )
-
-    def _dead(self, entry: Entry, now: float) -> bool:
-        """Answers an entry that must not start any more."""
-        if not entry.cancelled:
-            deadline = entry.item.deadline
-            if not deadline or deadline > now:
-                return False
-        self._bury_entry(entry)
-        return True
-
-    def _bury(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            entry: Any = unit.what
-            self._bury_entry(entry)
-
-    def _bury_entry(self, entry: Entry) -> None:
-        whole: Whole | None = entry.whole
-        status: wire.Status = "cancelled" if entry.cancelled else "expired"
-        started = whole is not None and whole.begun
-        entry.cancelled = True  # its other portions
-        self._desk.cancels |= whole is not None
-        self._desk.answer(entry, wire.Answer(entry.item.id, status, started=started))
-
     # -- compute --------------------------------------------------------------------------------
 
     def _launch(self, units: list[Unit], now: float) -> None:
         units, dead = self._desk.claim(units)
         if dead:
-            self._bury(dead)
+            self.reception.bury(dead)
             if not units:
                 return
         key: Any = units[0].key
@@ -416,7 +300,7 @@ class Loop:
             self._seen.clear()
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] == _OFTEN:
-            bucket = self.intake.promote(key)
+            bucket = self.reception.intake.promote(key)
             if bucket is not None:
                 self._runner.want_graphs(bucket, ladder(self.batcher.max_rows))
 
