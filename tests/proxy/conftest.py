@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,12 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     world.open(Config(server=ServerConfig(arena=2**20, body_timeout=0.3)))
     yield world
     await world.close()
+
+
+async def flying(worker: FakeWorker, count: int) -> None:
+    """Until so many items are at that worker."""
+    await until(lambda: len(worker.items) >= count)
+
+
+def soon(seconds: float = 0.05) -> float:
+    return time.monotonic() + seconds

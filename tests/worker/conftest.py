@@ -19,6 +19,13 @@ import pytest
 
 from gpusup.worker import progress, wire
 from gpusup.worker.frame import FrameDecoder, pack
+from gpusup.worker.handlers import from_file
+
+from .engine_models import MODELS
+
+engines: Any = from_file(str(Path(__file__).parent / "engines.py"))
+
+Make = Callable[..., Any]
 
 FAKE_ENGINE = f"{Path(__file__).parent / 'fakes.py'}:FakeEngine"
 LIMIT_S = 20.0
@@ -274,3 +281,26 @@ def progress_writer() -> Iterator[progress.Writer]:
     fd = progress.create("test")
     yield progress.Writer(fd)
     os.close(fd)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    made: list[Any] = []
+
+    def build(name: str, **more: Any) -> Any:
+        handler = f"{path}:{name}" if f"class {name}(" in MODELS else name
+        served = engines.Served(handler, **more)
+        made.append(served)
+        return served
+
+    yield build
+    for served in made:
+        served.stop()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    """The module of the models above, as the engine imports it."""
+    return lambda: from_file(str(tmp_path / "models.py"))
