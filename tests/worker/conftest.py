@@ -21,9 +21,8 @@ from gpusup.worker import progress, wire
 from gpusup.worker.frame import FrameDecoder, pack
 from gpusup.worker.handlers import from_file
 
-from .engine_models import MODELS
-
 engines: Any = from_file(str(Path(__file__).parent / "engines.py"))
+MODELS: str = from_file(str(Path(__file__).parent / "engine_models.py")).MODELS
 
 Make = Callable[..., Any]
 
