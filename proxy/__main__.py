@@ -18,9 +18,9 @@ import msgspec
 import setproctitle
 import uvloop
 
+from gpusup.conf import heap
 from gpusup.conf.log import set_up
 from gpusup.conf.schema import Config
-from gpusup.worker import heap
 
 from .security import KeyFileError
 from .serve import Process

@@ -35,6 +35,7 @@ PURE = {
     "worker/frame.py",
     "worker/wire.py",
     "worker/batcher.py",
+    "worker/budgets.py",
     "supervisor/wire.py",
     "supervisor/events.py",
     "supervisor/actions.py",

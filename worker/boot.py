@@ -23,9 +23,10 @@ from typing import Any, Final, Literal, NoReturn, TextIO
 
 import setproctitle
 
+from gpusup.conf import heap
 from gpusup.conf.precedence import follow
 
-from . import heap, wire
+from . import wire
 from .control import ControlLink, connect
 from .data import DataServer
 from .entry import EngineLike, Fence, LoadProblem

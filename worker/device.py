@@ -16,7 +16,9 @@ from typing import Final, Protocol
 
 import torch
 
-from . import heap, wire
+from gpusup.conf import heap
+
+from . import wire
 from .entry import LoadProblem
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")

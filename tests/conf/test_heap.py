@@ -9,7 +9,7 @@ from typing import Any
 
 OPENING = """
 import json, resource
-from gpusup.worker import heap
+from gpusup.conf import heap
 
 def use(mib):
     blocks = [bytearray(2 * heap.MIB) for _ in range(mib // 2)]
