@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .actions import Action, Persist, Tell
+from .slot import Standing
 
 if TYPE_CHECKING:
     from .fleet import Fleet
@@ -65,21 +66,33 @@ class Change:
 
 @dataclass(slots=True, eq=False)
 class Await(Change):
-    """Waits until the named slots are as wished: without a worker, or with a ready one."""
+    """Waits until the named slots are as wished: without the workers they had, or with a ready
+    one."""
 
     slots: list[str] = field(default_factory=list)
     until: Literal["empty", "ready"] = "empty"
     deadline: float = float("inf")
+    _latest: dict[str, int] = field(default_factory=dict)  # generation in each at the beginning
+
+    def __post_init__(self) -> None:
+        slots = self.fleet.slots
+        self._latest = {name: slots[name].generation for name in self.slots if name in slots}
 
     def advance(self, now: float) -> list[Action]:
         slots = [self.fleet.slots[name] for name in self.slots if name in self.fleet.slots]
         if self.until == "empty":
-            waiting = [s for s in slots if s.worker is not None]
+            # Who is taken back meanwhile may have the next worker before anybody looks.
+            waiting = [
+                s for s in slots if s.worker and s.worker.generation <= self._latest.get(s.name, 0)
+            ]
         else:
             waiting = [s for s in slots if s.wanted is not None and not s.is_ready()]
-            dead = [s for s in waiting if s.failed]
-            if dead:
-                return self.end(now, "failed", f"{dead[0].name}: {dead[0].failed}")
+            for slot in waiting:
+                if slot.failed:
+                    return self.end(now, "failed", f"{slot.name}: {slot.failed}")
+                if slot.standing is not Standing.SCHEDULABLE:
+                    why = f": {slot.standing_why}" if slot.standing_why else ""
+                    return self.end(now, "failed", f"{slot.name} is {slot.standing}{why}")
         if not waiting:
             return self.end(now, "done", "")
         if now >= self.deadline:

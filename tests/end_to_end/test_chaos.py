@@ -309,6 +309,16 @@ def held(pid: int) -> Counter[str]:
     return found
 
 
+def fewest(pid: int, seconds: float = 0.3) -> Counter[str]:
+    """What it holds once it has heard that our last connection is closed."""
+    looks = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        looks.append(held(pid))
+        time.sleep(0.01)
+    return min(looks, key=Counter.total)
+
+
 def at_rest(service: Service) -> dict[str, Any]:
     """What there is when nobody asks anything: the same before and after."""
     assert service.process
@@ -316,7 +326,7 @@ def at_rest(service: Service) -> dict[str, Any]:
     proxies = [held(p["pid"]) for p in status["proxies"]]
     family = [p.name() for p in service.processes()]
     return {
-        "supervisor": held(service.process.pid),
+        "supervisor": fewest(service.process.pid),
         "proxies": sorted(sorted(p.items()) for p in proxies),
         "family": len(family),
         "files": len(list(service.run_dir.iterdir())),

@@ -9,6 +9,7 @@ import pytest
 from gpusup.conf.schema import ModelConfig
 from gpusup.supervisor import events as ev
 from gpusup.supervisor import verbs
+from gpusup.supervisor.change import Change
 from gpusup.supervisor.fleet import Refused
 from gpusup.supervisor.life import OCCUPYING, State
 from gpusup.supervisor.slot import Standing
@@ -187,6 +188,36 @@ def test_a_drained_slot_stays_empty_until_it_is_uncordoned() -> None:
     assert (world.state("gpu1"), len(world.workers)) == ("empty", 2)
     world.verb(verbs.uncordon, "gpu1", world.now)
     up(world)
+
+
+def test_a_drain_ends_though_the_slot_is_taken_back_and_its_worker_dies() -> None:
+    """The heir that was prepared meanwhile follows at once: the slot is empty for nobody to see."""
+    world = up(box(1, memory_returns=False))
+    world.auto = False
+    change = world.verb(verbs.drain, "gpu0", world.now, "me", None)
+    assert isinstance(change, Change)
+    world.verb(verbs.uncordon, "gpu0", world.now)
+    assert change.is_active()
+    world.workers["gpu0", 1].batch_started = world.now - 10  # it hangs, and is killed for that
+    slot = world.fleet.slots["gpu0"]
+    world.until(lambda: slot.state(world.now) == "reclaiming", 10)
+    world.auto = True
+    world.until(lambda: slot.successor is not None and slot.successor.state is State.HELD, 10)
+    world.post(ev.MemoryReturned(slot="gpu0", generation=1))
+    assert slot.worker is not None
+    assert (change.state, change.text) == ("done", "")
+    up(world)
+
+
+def test_who_waits_for_a_slot_that_is_drained_meanwhile_is_told_so() -> None:
+    world = up(box(1))
+    world.verb(verbs.unload, "m", world.now)
+    world.run(1)
+    change = world.verb(verbs.load, "m", world.now)
+    assert isinstance(change, Change)
+    world.verb(verbs.drain, "gpu0", world.now, "me", None)
+    world.run(1)
+    assert (change.state, change.text) == ("failed", "gpu0 is cordoned: drain")
 
 
 def test_routes_are_published_when_and_only_when_they_change() -> None:
