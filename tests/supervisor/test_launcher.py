@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import sys
@@ -90,6 +91,7 @@ async def test_without_descriptors_a_start_fails_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     starts = launcher()
+    gc.collect()  # what earlier tests left is not to be collected in between
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "memfd_create", none_left)
     with pytest.raises(OSError, match="Too many open files"):
@@ -106,7 +108,7 @@ async def test_without_descriptors_a_start_fails_and_leaves_nothing(
                 said = f"cannot start {sys.executable}: Too many open files"
                 assert await one.failed.next() == (said,)
                 one.worker.forget()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def none_left(*_: object) -> int:
