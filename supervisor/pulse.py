@@ -103,11 +103,14 @@ class Pulse:
             if life.device == device and not life.exited
         ]
 
-    def _add_contexts(self, sample: DeviceSample) -> None:
+    def _add_contexts(self, device: str) -> None:
         """Workers can't say what their contexts take."""
+        found = self.samples.latest(device)
+        if found is None:
+            return
         for life in self.runtime.fleet.lives():
-            if life.device == sample.name and not life.exited:
-                context = context_bytes(life.memory, life.pid, sample.processes)
+            if life.device == device and not life.exited:
+                context = context_bytes(life.memory, life.pid, found[0].processes)
                 if context != life.memory.context:
                     life.memory = replace(life.memory, context=context)
 
@@ -125,11 +128,10 @@ class Pulse:
         infos = []
         our_pids = [life.pid for life in fleet.lives() if life.pid]
         for name, device in fleet.devices.items():
+            if name not in self.cpus:
+                self._add_contexts(name)
             memories = self.memory_on(name)
             sample = self._sample(name, memories, now)
-            if sample is not None and sample.kind == "cuda":
-                self._add_contexts(sample)
-                memories = self.memory_on(name)
             if sample is None:
                 infos.append(_blank(name, device.place.uuid, device.total))
                 self.runtime.post(DeviceSampled(device=name, total=0, used=0, ours=0, known=False))
