@@ -88,18 +88,8 @@ class Breaks(Model):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    path = tmp_path / "models.py"
-    path.write_text(MODELS)
-    made: list[Any] = []
-
-    def build(name: str, **more: Any) -> Any:
-        served = engines.Served(f"{path}:{name}", device="cuda", **more)
-        made.append(served)
-        return served
-
-    yield build
-    for served in made:
-        served.stop()
+    with engines.builder(tmp_path / "models.py", MODELS, device="cuda") as build:
+        yield build
 
 
 def image(seed: int, rows: int = 1) -> wire.Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -13,8 +14,10 @@ from gpusup.proxy.errors import (
     WorkerLost,
 )
 from gpusup.supervisor import wire as swire
+from gpusup.worker import wire
 
 from .conftest import World, flying, until
+from .fake_worker import FakeWorker
 
 # -- models and versions ---------------------------------------------------------------------------
 
@@ -187,14 +190,20 @@ async def test_a_stream_gives_its_answers_in_order_and_is_paid_with_credit(world
     world.clean()
 
 
-async def test_a_stream_whose_worker_dies_midway_ends_with_an_error(world: World) -> None:
-    worker = await world.worker(answer=None)
-    await world.tell()
+async def begun(world: World, worker: FakeWorker) -> AsyncGenerator[wire.Answer, None]:
+    """A stream that has brought its first piece."""
     stream = world.door.stream(world.call(method="generate"))
     first = asyncio.create_task(anext(stream))
     await flying(worker, 1)
     worker.reply(worker.items[0], text="a", more=True)
     assert (await first).text == "a"
+    return stream
+
+
+async def test_a_stream_whose_worker_dies_midway_ends_with_an_error(world: World) -> None:
+    worker = await world.worker(answer=None)
+    await world.tell()
+    stream = await begun(world, worker)
     worker.die()
     with pytest.raises(WorkerLost):
         await anext(stream)
@@ -204,11 +213,7 @@ async def test_a_stream_whose_worker_dies_midway_ends_with_an_error(world: World
 async def test_closing_a_stream_cancels_it_at_the_worker(world: World) -> None:
     worker = await world.worker(answer=None)
     await world.tell()
-    stream = world.door.stream(world.call(method="generate"))
-    first = asyncio.create_task(anext(stream))
-    await flying(worker, 1)
-    worker.reply(worker.items[0], text="a", more=True)
-    await first
+    stream = await begun(world, worker)
     await stream.aclose()
     await until(lambda: worker.cancelled == [1])
     worker.reply(worker.items[0], status="cancelled")

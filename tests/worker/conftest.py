@@ -284,19 +284,8 @@ def progress_writer() -> Iterator[progress.Writer]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    path = tmp_path / "models.py"
-    path.write_text(MODELS)
-    made: list[Any] = []
-
-    def build(name: str, **more: Any) -> Any:
-        handler = f"{path}:{name}" if f"class {name}(" in MODELS else name
-        served = engines.Served(handler, **more)
-        made.append(served)
-        return served
-
-    yield build
-    for served in made:
-        served.stop()
+    with engines.builder(tmp_path / "models.py", MODELS) as build:
+        yield build
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,20 @@ def values(answer: wire.Answer) -> list[Any]:
     assert isinstance(part.data, bytes)
     found: list[Any] = np.frombuffer(part.data, dtype=np.float32).reshape(part.shape).tolist()
     return found
+
+
+@contextmanager
+def builder(path: Path, models: str, **usual: Any) -> Iterator[Callable[..., Served]]:
+    """Builds engines of handlers by name: of those in `models`, which is written to `path`, or of
+    any other. All are stopped at the end."""
+    path.write_text(models)
+    made: list[Served] = []
+
+    def build(name: str, **more: Any) -> Served:
+        handler = f"{path}:{name}" if f"class {name}(" in models else name
+        made.append(Served(handler, **usual, **more))
+        return made[-1]
+
+    yield build
+    for served in made:
+        served.stop()
