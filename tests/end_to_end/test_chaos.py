@@ -151,6 +151,12 @@ class Crowd:
             thread.join(60)
             assert not thread.is_alive(), "a request without an answer"
 
+    def hung_proxy(self) -> str:
+        """What the log has of a proxy that was found to hang, its stacks included."""
+        log = self.service.log()
+        at = log.find(" hangs: not a word")
+        return log[at - 300 : at + 8000] if at >= 0 else "no proxy was found to hang"
+
     def harmed(self, seen: Seen) -> bool:
         return any(a <= seen.ended and seen.began <= b + 0.5 for a, b in self.harm)
 
@@ -380,7 +386,7 @@ def judge(crowd: Crowd) -> Counter[str]:
         if seen.status == 200:
             assert seen.body["value"] == seen.asked * (2 if model == "safe" else 1), (model, seen)
         elif seen.status == 0:
-            assert crowd.harmed(seen), (model, fresh, seen)
+            assert crowd.harmed(seen), (model, fresh, seen, crowd.hung_proxy())
         elif seen.status == 502:
             assert model != "safe", seen
             assert seen.headers["x-should-retry"] == "false"
