@@ -71,6 +71,7 @@ class CudaRunner(Runner):
         self.copy = torch.cuda.Stream()
         self.compute = torch.cuda.Stream()
         self.back = torch.cuda.Stream()
+        self._last: Any = None  # the end of the last batch launched
         self._compiled: Any = None
         if compiled:
             self._compiled = torch.compile(model.forward, dynamic=False)
@@ -131,17 +132,22 @@ class CudaRunner(Runner):
     def _launch(self, flight: CudaFlight, key: Key, units: Sequence[Unit], rows: int) -> None:
         slab = flight.slab
         captured = None if slab is None else self.graphs.find(key, rows, slab.slot)
-        copied = torch.cuda.Event()
-        with torch.cuda.stream(self.copy):
+        # Beside a batch that computes, the rows are copied meanwhile. Alone, a second stream would
+        # only have to be waited for.
+        alone = self._last is None or self._last.query()
+        copied = None if alone else torch.cuda.Event()
+        with torch.cuda.stream(self.compute if alone else self.copy):
             if slab is None:
                 batch = self._loose(flight, key, units, rows)
             else:
                 padded = rows if captured is None else captured.rows
                 batch = self._into_slab(flight, slab, units, rows, padded)
-            copied.record(self.copy)
+            if copied is not None:
+                copied.record(self.copy)
         flight.end = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
-            self.compute.wait_event(copied)
+            if copied is not None:
+                self.compute.wait_event(copied)
             if captured is not None:
                 captured.graph.replay()
                 flight.outputs = self._read_back(
@@ -152,6 +158,7 @@ class CudaRunner(Runner):
                 outputs = outputs_of(returned, rows, self.names)
                 flight.outputs = self._read_back(flight, outputs, None)
                 flight.keep += [batch, returned]
+        self._last = flight.end
 
     def _read_back(
         self, flight: CudaFlight, outputs: Outputs, hosts: list[torch.Tensor] | None

@@ -50,6 +50,7 @@ class Desk:
         self.closed = False
         self.cancels = False
         self.unsupported = 0
+        self._full = False  # somebody may have been told so who hears nothing else from us
         self._ring = ring
         self._lock = threading.Lock()
         self._live: dict[tuple[int, int], Entry] = {}
@@ -70,6 +71,7 @@ class Desk:
                 self._live[entry.connection, item.id] = entry
                 entry.credit = entry.credit or item.credit
                 self.inbox.append(entry)
+            self._full |= self.rows >= self.budget_rows
         self._ring()
         if refused:
             self._send(refused)
@@ -133,13 +135,14 @@ class Desk:
         """Last answers. An entry that has had one already gets no second."""
         fresh: list[Pair] = []
         with self._lock:
-            full = self.rows >= self.budget_rows
+            self._full |= self.rows >= self.budget_rows
             for pair in pairs:
                 entry = pair[0]
                 if self._live.pop((entry.connection, entry.item.id), None) is not None:
                     self.rows -= entry.item.rows
                     fresh.append(pair)
-            relieved = full and self.rows < self.budget_rows
+            relieved = self._full and self.rows < self.budget_rows
+            self._full &= not relieved
             empty = not self._live
         if fresh:
             self._send(fresh)

@@ -61,10 +61,6 @@ class Engine:
         """Raises LoadProblem."""
         self._loaded: Loaded = Startup(self._spec, self._page, tell, wait_go).run()
         self._device = self._loaded.device
-        # Those in flight, and a whole batch that gathers meanwhile: with less, the next batch is
-        # only as full as what the proxies can send between one answer and its launch.
-        batches = self._loaded.runner.depth + 1
-        self._desk.budget_rows = batches * self._loaded.settings.max_rows
         self._desk.methods = frozenset(self._loaded.ready.methods)
         self._loop = Loop(self._spec, self._loaded, self._desk, self._bell, self._running)
         return self._loaded.ready

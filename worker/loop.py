@@ -25,7 +25,7 @@ from .crew import Crew
 from .desk import Bell, Desk
 from .intake import Intake
 from .outputs import Outputs
-from .pace import Pace
+from .pace import Pace, Room
 from .pool import Key
 from .reception import Reception
 from .running import Running, Work
@@ -87,6 +87,8 @@ class Loop:
             limit=self._runner.limit,
         )
         self._pace = Pace()
+        self._room = Room(settings.max_rows, self._runner.depth)
+        desk.budget_rows = self._room.rows
         self.containment = Containment(loaded.runner, loaded.device, limit_s=settings.budget / 2)
         self._crew = Crew(settings.decode_threads, "crew")
         self.texts = Texts(
@@ -325,6 +327,7 @@ class Loop:
         if self._device.kind == "cpu":
             self._tidy_at = self._active + _TIDY_S
         self._pace.landed(launched.key, launched.rows, took)
+        self._desk.budget_rows = self._room.landed(launched.rows, took)
         self._budgets.note(launched.key, took)
         for other in self._flights:
             self._running.again(other.work)  # it had to wait for this one

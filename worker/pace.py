@@ -1,6 +1,6 @@
-"""When the device will have nothing left to do: so that the next batch is launched just before.
+"""How fast batches end: when the next one is to be launched, and how many rows are to wait for it.
 
-Earlier, the batch would be smaller than need be; later, the device would idle.
+A batch that is launched earlier than need be is smaller than it could be; later, the device idles.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ _LEAD_S: Final = 300e-6
 #: Batches vary; idling costs more than a smaller batch.
 _CAUTION: Final = 0.85
 _MOST_KEYS: Final = 1024
+#: From an answer to the same client's next request, under load: through the proxy and back.
+_AWAY_S: Final = 10e-3
+#: So many batches are taken at most for those that are away.
+_MOST_AWAY: Final = 3
 
 
 class Pace:
@@ -38,3 +42,25 @@ class Pace:
         else:
             # Down at once, up slowly: one hiccup must not make all later ones late.
             self._took[key, rows] = took if took < known else known + 0.1 * (took - known)
+
+
+class Room:
+    """How many rows are taken at once: those in flight, a whole batch that gathers meanwhile, and
+    as many as end while a client's next request is on its way.
+
+    Without the last, a fast device gets batches that are never quite full, since what is answered
+    is back only after the next launch. A slow one has nothing of them: they wait with the proxies,
+    which may send them elsewhere.
+    """
+
+    def __init__(self, max_rows: int, depth: int) -> None:
+        self.rows = self._least = (depth + 1) * max_rows
+        self._most_away = _MOST_AWAY * max_rows
+        self._per_s = 0.0
+
+    def landed(self, rows: int, took: float) -> int:
+        """`rows` in `took` seconds. Returns what `rows` is from now on."""
+        per_s = rows / max(took, 1e-6)
+        self._per_s += 0.1 * (per_s - self._per_s)
+        self.rows = self._least + min(self._most_away, int(self._per_s * _AWAY_S))
+        return self.rows

@@ -7,7 +7,7 @@ import torch
 
 from gpusup.worker.graphs import CannotCapture, _compare
 from gpusup.worker.outputs import Outputs
-from gpusup.worker.pace import Pace
+from gpusup.worker.pace import Pace, Room
 from gpusup.worker.pool import Key
 
 KEY = Key((("", (4,), "FP32"),), pooled=True)
@@ -55,3 +55,27 @@ def test_one_slow_batch_does_not_make_the_later_ones_late() -> None:
         pace.landed(KEY, 8, took)
     pace.launched(KEY, 8, 20.0)
     assert pace.next_due < 20.1
+
+
+def test_a_fast_device_takes_as_many_rows_as_end_while_the_next_request_is_away() -> None:
+    room = Room(64, depth=2)
+    assert room.rows == 192  # two in flight, one that gathers
+    for _ in range(100):
+        room.landed(64, 4.2e-3)
+    assert room.rows == pytest.approx(192 + 152, abs=2)
+    for _ in range(200):
+        room.landed(64, 1e-5)
+    assert room.rows == 192 + 3 * 64
+
+
+def test_a_slow_device_takes_no_more_rows_than_it_has_use_for() -> None:
+    room = Room(4, depth=1)
+    for _ in range(100):
+        room.landed(4, 0.2)
+    assert room.rows == 8
+
+
+def test_one_quick_batch_changes_little() -> None:
+    room = Room(64, depth=2)
+    room.landed(1, 1e-3)
+    assert room.rows == 193
