@@ -209,6 +209,7 @@ class Flight:
                 self._do(self._infer(call))
                 return
         self._entry = self._shared.dispatcher.begin(call, self)
+        self._shared.dispatcher.hurry()
 
     async def _infer(self, call: Call) -> None:
         outcome = await self._shared.door.infer(call)
