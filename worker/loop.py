@@ -29,7 +29,7 @@ from .pace import Pace, Room
 from .pool import Key
 from .reception import Reception
 from .running import Running, Work
-from .settings import ladder
+from .settings import graph_sizes
 from .startup import Loaded
 from .texts import Texts
 from .totals import Totals
@@ -161,8 +161,11 @@ class Loop:
         units: list[Unit] = []
         if len(flights) < self._runner.depth:
             idle = not flights or now >= self._pace.next_due
-            units = self.batcher.take(now, idle=idle, coming=reception.coming)
-            reception.bury(self.batcher.met())
+            # While a batch computes, one that is not full would only wait behind it, and could
+            # not grow any more.
+            if idle or self.batcher.rows >= self.batcher.max_rows:
+                units = self.batcher.take(now, idle=idle, coming=reception.coming)
+                reception.bury(self.batcher.met())
         if units:
             self._launch(units, now)
         if len(flights) >= self._runner.depth:
@@ -177,11 +180,10 @@ class Loop:
     def _between(self, now: float) -> None:
         """One batch computes and no second one is ripe: gather more for as long as the device has
         something to do, but no longer."""
-        window = self.batcher.next_window()
-        pause = min(self._pace.next_due, window) - now
+        pause = self._pace.next_due - now
         # With nothing to gather and the end near, its end is all there is to wait for: whoever
         # comes meanwhile could not compute earlier either.
-        alone = pause < _SOON_S and window == math.inf and not self._desk.inbox
+        alone = pause < _SOON_S and not self.batcher.rows and not self._desk.inbox
         if pause > _SHORT_S and not alone and not self._flights[0].flight.done():
             # In steps: how long it takes is a guess, and after a slow first batch a bad one.
             step = max(_LOOK_S, min(pause / 8, _LONG_LOOK_S))
@@ -289,7 +291,7 @@ class Loop:
             failure = failure_of(error)
         else:
             self._flights.append(_Launched(key, units, rows, work, flight, now))
-            self._pace.launched(key, rows, now)
+            self._pace.launched(key, rows, now, time.monotonic() - now)
         if failure is not None:
             # Those before it are answered first: they are not to be in the fence's way.
             while self._flights:
@@ -304,7 +306,7 @@ class Loop:
         if self._seen[key] == _OFTEN:
             bucket = self.reception.intake.promote(key)
             if bucket is not None:
-                self._runner.want_graphs(bucket, ladder(self.batcher.max_rows))
+                self._runner.want_graphs(bucket, graph_sizes(self.batcher.max_rows))
 
     def _land(self, launched: _Launched) -> None:
         failure: Failure | None = None

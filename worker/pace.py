@@ -9,7 +9,7 @@ from typing import Final
 
 from .pool import Key
 
-#: A launch takes about this long to reach the device.
+#: A launch takes about this long to reach the device, as long as none was seen.
 _LEAD_S: Final = 300e-6
 #: Batches vary; idling costs more than a smaller batch.
 _CAUTION: Final = 0.85
@@ -26,12 +26,15 @@ class Pace:
     def __init__(self) -> None:
         self.next_due = 0.0
         self._idle_at = 0.0
+        self._lead = _LEAD_S
         self._took: dict[tuple[Key, int], float] = {}
 
-    def launched(self, key: Key, rows: int, now: float) -> None:
+    def launched(self, key: Key, rows: int, now: float, spent: float = _LEAD_S) -> None:
+        """At `now`; the device had it `spent` seconds later."""
+        self._lead += 0.1 * (spent - self._lead)
         took = self._took.get((key, rows), 0.0)
         self._idle_at = max(self._idle_at, now) + took
-        self.next_due = max(now, self._idle_at - (1 - _CAUTION) * took - _LEAD_S)
+        self.next_due = max(now, self._idle_at - (1 - _CAUTION) * took - self._lead)
 
     def landed(self, key: Key, rows: int, took: float) -> None:
         known = self._took.get((key, rows))

@@ -92,3 +92,11 @@ def ladder(most: int) -> list[int]:
         steps.append(rows)
         rows *= 2
     return [*steps, most]
+
+
+def graph_sizes(most: int) -> list[int]:
+    """The ladder, and from 16 rows on what lies halfway: a batch is padded to the next size, and
+    40 rows that cost as much as 64 are felt."""
+    steps = ladder(most)
+    halfway = [3 * rows // 2 for rows in steps if rows >= 16 and 3 * rows // 2 < most]
+    return sorted({*steps, *halfway})

@@ -20,7 +20,7 @@ from .model import ConfigProblem
 from .outputs import Outputs, joined
 from .pool import Key
 from .profile import Profile
-from .settings import Settings, ladder
+from .settings import Settings, graph_sizes, ladder
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class WarmUp:
         for key, example in keys.items():
             steps = [1] if known and profile.has(key.text, 1) else ladder(settings.max_rows)
             self._climb(key, example, steps, given=bool(given))
-            runner.want_graphs(key, ladder(settings.max_rows))
+            runner.want_graphs(key, graph_sizes(settings.max_rows))
         return not known
 
     def _climb(

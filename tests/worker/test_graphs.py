@@ -9,6 +9,7 @@ from gpusup.worker.graphs import CannotCapture, _compare
 from gpusup.worker.outputs import Outputs
 from gpusup.worker.pace import Pace, Room
 from gpusup.worker.pool import Key
+from gpusup.worker.settings import graph_sizes
 
 KEY = Key((("", (4,), "FP32"),), pooled=True)
 
@@ -47,6 +48,24 @@ def test_the_next_batch_is_due_just_before_the_device_idles() -> None:
     assert 20.05 < pace.next_due < 20.1
     pace.launched(KEY, 8, 20.05)  # behind the first
     assert 20.15 < pace.next_due < 20.2
+
+
+def test_a_launch_that_takes_long_is_begun_earlier() -> None:
+    pace = Pace()
+    pace.landed(KEY, 8, 0.1)
+    for _ in range(100):
+        pace.launched(KEY, 8, 0.0, 0.02)
+    pace.launched(KEY, 8, 30.0, 0.02)
+    assert pace.next_due == pytest.approx(30.1 - 0.015 - 0.02, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20]),
+     (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]), (80, [1, 2, 4, 8, 16, 24, 32, 48, 64, 80])],
+)  # fmt: skip
+def test_graphs_lie_close_where_padding_costs_most(most: int, sizes: list[int]) -> None:
+    assert graph_sizes(most) == sizes
 
 
 def test_one_slow_batch_does_not_make_the_later_ones_late() -> None:
