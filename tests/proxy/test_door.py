@@ -12,6 +12,7 @@ from gpusup.proxy.errors import (
     InputTooLarge,
     InvalidInput,
     OutOfMemory,
+    ProxyError,
     WorkerLost,
 )
 from gpusup.worker import wire
@@ -35,6 +36,41 @@ async def test_requests_of_one_turn_go_in_one_frame(world: World) -> None:
     await world.tell()
     await asyncio.gather(*(world.ask() for _ in range(20)))
     assert worker.frames == 1
+
+
+class Ends:
+    """Who waits for an answer without a task."""
+
+    def __init__(self) -> None:
+        self.answers: list[wire.Answer] = []
+
+    def answered(self, answer: wire.Answer) -> None:
+        self.answers.append(answer)
+
+    def failed(self, error: ProxyError) -> None:
+        raise error
+
+
+async def test_a_lone_request_goes_at_once_and_a_second_one_with_those_of_its_turn(
+    world: World,
+) -> None:
+    worker = await world.worker(answer=None)
+    await world.tell()
+    dispatcher = world.door.dispatcher
+    ends = Ends()
+    dispatcher.begin(world.call(), ends)
+    dispatcher.hurry()
+    assert dispatcher.flights() == {"gpu0": 1}
+    for _ in range(2):
+        dispatcher.begin(world.call(), ends)
+        dispatcher.hurry()
+    assert dispatcher.flights() == {"gpu0": 1}
+    await flying(worker, 3)
+    assert worker.frames == 2
+    for item in list(worker.items):
+        worker.reply(item)
+    await until(lambda: len(ends.answers) == 3)
+    world.clean()
 
 
 async def test_a_worker_gets_no_more_rows_than_it_has_room_for(world: World) -> None:
