@@ -124,7 +124,8 @@ def gpusup_server(job: Job, setting: Setting) -> Server:
             "state_dir": str(folder / "state"),
         },
         "log": {"level": "warning", "requests": 0.0},
-        "devices": {} if setting.gpu else {"use": ["cpu"], "cpu_slots": job.workers},
+        # One GPU, also where there are more: what is compared is one, and so is the device alone.
+        "devices": {"use": ["gpu0"]} if setting.gpu else {"use": ["cpu"], "cpu_slots": job.workers},
         f"models.{MODEL}": {
             "handler": handler,
             "workers": job.workers if setting.gpu else 1,

@@ -49,7 +49,9 @@ def certify(folder: Path, out: Path, cpu: bool, words: list[str]) -> int:
         torch.manual_seed(version)
         net = torchvision.models.resnet50()
         save_file(net.state_dict(), str(folder / f"resnet50-{version}.safetensors"))
-    devices = '[devices]\nuse = ["cpu"]\ncpu_memory = "4GiB"\n' if cpu else ""
+    devices = '[devices]\nuse = ["gpu0"]\n'
+    if cpu:
+        devices = '[devices]\nuse = ["cpu"]\ncpu_memory = "4GiB"\n'
     dtype = "model" if cpu else "fp16"
     config = folder / "gpusup.toml"
     config.write_text(CONFIG.format(devices=devices, dtype=dtype))
