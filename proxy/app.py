@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import select
 import socket
 import ssl
 import time
@@ -255,6 +256,30 @@ class Runner(web.AppRunner):
         if self._shared is None:
             return server()
         return Express(server, self._shared, loop=server._loop, **server._kwargs)
+
+    def close_idle(self) -> None:
+        """Close the connections on which nothing is asked and nothing has arrived.
+
+        Not by their `close`: aiohttp then drops what comes, be it the rest of a request that has
+        begun, and lets an idle connection stay open, so that its client would ask in vain.
+        """
+        server = self._server
+        assert server is not None
+        idle: dict[int, RequestHandler] = {}
+        arrived = select.poll()
+        for connection in server.connections:
+            waiter, transport = connection._waiter, connection.transport
+            if waiter is None or waiter.done() or transport is None:
+                continue
+            if isinstance(connection, Express) and connection.early:
+                continue
+            fd = transport.get_extra_info("socket").fileno()
+            idle[fd] = connection
+            arrived.register(fd, select.POLLIN)
+        for fd, _ in arrived.poll(0):
+            del idle[fd]
+        for connection in idle.values():
+            connection.force_close()
 
 
 class Site(web.BaseSite):

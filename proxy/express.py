@@ -56,6 +56,11 @@ class Express(RequestHandler):
 
     # -- in --------------------------------------------------------------------------------------
 
+    @property
+    def early(self) -> bool:
+        """Whether something has come that nobody has looked at yet."""
+        return bool(self._early)
+
     def data_received(self, data: bytes) -> None:
         flight = self._flight
         if flight is not None:

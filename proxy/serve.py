@@ -76,7 +76,7 @@ class Process:
         self._link = Link(self._heard, self._link_lost)
         self._door = make_door(config, name, self._link)
         self._stop: asyncio.Future[float] | None = None
-        self._runner: web.AppRunner | None = None
+        self._runner: Runner | None = None
         self._site: Site | None = None
         self._tls: Tls | None = None
         self._last: wire.ProxyReport | None = None
@@ -137,18 +137,16 @@ class Process:
         self._door.stopping = True
         end = time.monotonic() + limit_s
         await self._site.stop()
-        server = self._runner.server
-        assert server is not None
         # Clients that ask are answered with `Connection: close`, and so leave by themselves; it
         # is for the idle ones that we close, since a request may be on its way to us. Again and
-        # again, because a connection that was just made is not closed by being asked once.
+        # again, because the answer to who is busy now may have begun before we were to leave.
         notice = (
             0.0 if self._door.dispatcher.snapshot.draining else self._config.server.drain_notice
         )
         close_from = min(end, time.monotonic() + notice)
-        while server.connections and (now := time.monotonic()) < end:
+        while self._site.connections() and (now := time.monotonic()) < end:
             if now >= close_from:
-                server.pre_shutdown()
+                self._runner.close_idle()
             await asyncio.sleep(0.02)
         self._runner._shutdown_timeout = max(0.1, end - time.monotonic())
         await self._runner.cleanup()

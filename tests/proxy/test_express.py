@@ -259,6 +259,23 @@ async def test_what_is_in_flight_at_the_end_is_answered_with_close(world: World)
         world.clean()
 
 
+async def test_what_has_arrived_is_answered_before_its_connection_is_closed(world: World) -> None:
+    """A loop that is late finds it only when it looks at its sockets again."""
+    async with box(world) as it:
+        await echoing(world)
+        client = socket.create_connection(("127.0.0.1", it.port))
+        await until(lambda: it.runner.server is not None and it.runner.server.connections)
+        await until(lambda: it.live()._waiter is not None)
+        client.sendall(post(b"1"))
+        it.runner.close_idle()
+        reader, writer = await asyncio.open_connection(sock=client)
+        assert (await answer(reader))[::2] == (200, b"1")
+        it.runner.close_idle()
+        assert await reader.read() == b""
+        writer.close()
+        world.clean()
+
+
 @pytest.mark.parametrize("body", [b"1", b"1" * 200_000])
 async def test_what_is_not_answered_does_not_keep_the_process(world: World, body: bytes) -> None:
     async with box(world) as it:

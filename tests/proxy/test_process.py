@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,77 @@ async def test_it_serves_reports_and_ends_when_told(supervisor: Supervisor, tmp_
     )
     assert answered == 4
     await worker.close()
+
+
+Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def leaves_at_once(tmp_path: Path) -> AsyncIterator[Supervisor]:
+    """Of a proxy that gives no notice, before a worker that says the same back."""
+
+    def echo(item: wire.Item) -> wire.Answer:
+        return wire.Answer(item.id, "ok", (wire.Part("o", worker.data(item.parts[0])),))
+
+    worker = FakeWorker(tmp_path, answer=echo)
+    await worker.start()
+    supervisor = Supervisor()
+    await supervisor.start(Config(server=ServerConfig(arena=2**20, drain_notice=0.0)))
+    supervisor.say(snapshot(worker))
+    await until(lambda: supervisor.heard(swire.Listening), 20)
+    yield supervisor
+    await supervisor.close()
+    await worker.close()
+
+
+@asynccontextmanager
+async def connection(supervisor: Supervisor) -> AsyncIterator[Line]:
+    port = supervisor.listener.getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(10):  # its proxy may take longer: that is what we look for
+            yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def come_to_rest(line: Line) -> None:
+    line[1].write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    head = await line[0].readuntil(b"\r\n\r\n")
+    (length,) = re.findall(rb"Content-Length: (\d+)", head)
+    await line[0].readexactly(int(length))
+
+
+async def test_a_proxy_that_leaves_closes_idle_connections_and_waits_for_none(
+    leaves_at_once: Supervisor,
+) -> None:
+    """Left open, they keep it for all its time, and what is asked on them is never answered."""
+    async with connection(leaves_at_once) as used, connection(leaves_at_once) as new:
+        await come_to_rest(used)
+        leaves_at_once.say(swire.StopProxy(30.0))
+        assert await used[0].read() == await new[0].read() == b""
+        assert await asyncio.to_thread(leaves_at_once.process.wait, 5) == 0
+
+
+async def test_a_proxy_that_leaves_reads_and_answers_a_request_that_has_begun(
+    leaves_at_once: Supervisor,
+) -> None:
+    async with connection(leaves_at_once) as idle, connection(leaves_at_once) as (reader, writer):
+        await come_to_rest(idle)
+        writer.write(
+            b"POST /predictions/m HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+            b"Expect: 100-continue\r\n\r\n"
+        )
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        leaves_at_once.say(swire.StopProxy(30.0))
+        await idle[0].read()  # closed, so all connections have been gone through
+        writer.write(b"0123456789")
+        told = await reader.read()
+        assert told.startswith(b"HTTP/1.1 200 ")
+        assert told.endswith(b"\r\n\r\n0123456789")
+        assert await asyncio.to_thread(leaves_at_once.process.wait, 5) == 0
 
 
 async def test_it_ends_with_its_supervisor(supervisor: Supervisor) -> None:
