@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
 import sys
 import threading
 import time
@@ -35,6 +36,8 @@ class Seen:
 def ask(
     connection: http.client.HTTPConnection, path: str, asked: Any, headers: dict[str, str]
 ) -> Seen:
+    if connection.sock is not None and select.select([connection.sock], [], [], 0)[0]:
+        connection.close()  # it was closed while it idled: as other clients do, we make another
     began = time.monotonic()
     try:
         connection.request("POST", path, json.dumps(asked).encode(), headers)
