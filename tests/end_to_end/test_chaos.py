@@ -153,9 +153,9 @@ class Crowd:
 
     def hung_proxy(self) -> str:
         """What the log has of a proxy that was found to hang, its stacks included."""
-        log = self.service.log()
-        at = log.find(" hangs: not a word")
-        return log[at - 300 : at + 8000] if at >= 0 else "no proxy was found to hang"
+        log = self.service.log_path.read_text(errors="replace")
+        at = log.rfind(" hangs: not a word")
+        return log[max(0, at - 300) : at + 8000] if at >= 0 else "no proxy was found to hang"
 
     def harmed(self, seen: Seen) -> bool:
         return any(a <= seen.ended and seen.began <= b + 0.5 for a, b in self.harm)
