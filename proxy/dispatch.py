@@ -167,7 +167,7 @@ class Dispatcher(Lines):
                     refusal = self._memory.shed(served.info.name, entry, sorted(devices), soon)
             except ProxyError as error:  # it could never fit there
                 step, refusal = None, error
-            self._unqueue(lane, entry)
+            self._move_out(lane, entry)  # a worker may send it back
             if step is not None:
                 self._deadlines.remove(entry, entry.timer)
                 self._send_degraded(lane, entry, step, now)

@@ -142,7 +142,7 @@ class Lines:
             self._want(lane.served, now)  # it left just when they came
         for entry in list(lane.queue):
             if lane.version and entry.call.version is None and not removed:
-                self._unqueue(lane, entry)  # bound by the canary, which is gone
+                self._move_out(lane, entry)  # bound by the canary, which is gone
                 entry.version = ""
                 self._queue(self._lane(info.name, ""), entry)
             elif given_up:
@@ -168,6 +168,12 @@ class Lines:
 
     def _unqueue(self, lane: Lane, entry: Entry) -> None:
         lane.queue.discard(entry)
+        lane.served.waiting -= 1
+        self.in_flight -= 1
+
+    def _move_out(self, lane: Lane, entry: Entry) -> None:
+        """`_unqueue` for one that may stand in a line again."""
+        lane.queue.remove(entry)
         lane.served.waiting -= 1
         self.in_flight -= 1
 

@@ -67,6 +67,14 @@ class Queue(Generic[T]):
             if len(line) > 64 and len(line) > 4 * self._count:
                 self._lines[entry.priority] = deque(e for e in line if e.waiting)
 
+    def remove(self, entry: T) -> None:
+        """`discard` for one that is pushed again, here or elsewhere: its place goes at once, or it
+        would be found there too."""
+        if entry.waiting:
+            entry.waiting = False
+            self._count -= 1
+            self._lines[entry.priority].remove(entry)
+
     def head(self, now: float) -> T | None:
         """Who is next. Stays in the queue until taken."""
         if not self._count:

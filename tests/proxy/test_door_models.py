@@ -136,6 +136,40 @@ async def test_requests_waiting_for_a_withdrawn_canary_go_to_the_default(world: 
     world.clean()
 
 
+async def test_who_went_to_the_default_stands_in_no_other_line_any_more(world: World) -> None:
+    """It was sent to the next canary all the same, and who came behind it there was forgotten."""
+    default = await world.worker(slot="gpu0", version="1", rows=1, answer=None)
+    canary = await world.worker(slot="gpu1", version="2", rows=1, answer=None)
+    world.model(version="1", versions=("1", "2"), canary_version="2", canary_share=1.0)
+    await world.tell()
+    full = [world.ask(version="1"), world.ask(version="2")]
+    await flying(default, 1)
+    await flying(canary, 1)
+    named, moved = world.ask(version="2"), world.ask()
+    await until(lambda: world.door.dispatcher.queued() == {"m": 2})
+    world.model(version="1", versions=("1", "2"))
+    world.states["gpu1"] = ""  # type: ignore[assignment]
+    await world.tell()
+    another = await world.worker(slot="gpu2", version="2", rows=1, answer=None)
+    await world.tell()
+    await flying(another, 1)
+    behind = world.ask(version="2")
+    await until(lambda: world.door.dispatcher.queued() == {"m": 2})
+    another.reply(another.items[0])
+    assert (await named).version == "2"
+    await flying(another, 1)
+    another.reply(another.items[0])
+    async with asyncio.timeout(5):
+        assert (await behind).version == "2"
+    default.reply(default.items[0])
+    await flying(default, 1)
+    default.reply(default.items[0])
+    assert (await moved).version == "1"
+    canary.reply(canary.items[0])
+    await asyncio.gather(*full)
+    world.clean()
+
+
 async def test_a_draining_server_finishes_what_it_has_and_refuses_the_rest(world: World) -> None:
     worker = await world.worker(answer=None)
     await world.tell()

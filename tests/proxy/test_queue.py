@@ -50,6 +50,19 @@ def test_what_comes_back_goes_to_the_front() -> None:
     assert drain(queue) == [first, second, third]
 
 
+def test_who_was_removed_may_stand_in_another_queue() -> None:
+    one: Queue[Waiting] = Queue(5.0)
+    other: Queue[Waiting] = Queue(5.0)
+    entries = first, second, third = [Waiting(2, n) for n in range(3)]
+    for entry in entries:
+        one.push(entry)
+    one.remove(second)
+    one.remove(second)
+    other.push(second)
+    assert list(one) == drain(one) == [first, third]
+    assert drain(other) == [second]
+
+
 def test_absent_priority_ranks_as_two_and_absurd_ones_last() -> None:
     assert [rank(p) for p in (0, 1, 2, 3, 2**31)] == [2, 1, 2, 3, 16]
 
