@@ -106,7 +106,11 @@ class Service:
             self.process.wait(10)
 
     def log(self) -> str:
-        return self.log_path.read_text(errors="replace")[-8000:]
+        """Its end, to be shown."""
+        return self.whole_log()[-8000:]
+
+    def whole_log(self) -> str:
+        return self.log_path.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
         """All living descendants of the supervisor."""

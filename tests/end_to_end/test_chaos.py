@@ -153,7 +153,7 @@ class Crowd:
 
     def hung_proxy(self) -> str:
         """What the log has of a proxy that was found to hang, its stacks included."""
-        log = self.service.log_path.read_text(errors="replace")
+        log = self.service.whole_log()
         at = log.rfind(" hangs: not a word")
         return log[max(0, at - 300) : at + 8000] if at >= 0 else "no proxy was found to hang"
 

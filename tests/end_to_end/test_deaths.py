@@ -154,7 +154,7 @@ def test_a_stopped_proxy_is_found_and_replaced_while_the_other_serves(service: S
     assert {seen.status for seen in lost} <= {0}
     assert len(lost) <= inside + 1  # one may have been accepted and not counted yet
     assert proxies(service)["proxy1"]["pid"] == before["proxy1"]["pid"]
-    assert "proxy0 hangs: not a word for 4 s" in service.log()
+    assert "proxy0 hangs: not a word for 4 s" in service.whole_log()
 
 
 def test_a_proxy_replaced_under_load_resets_nobody(service: Service) -> None:
