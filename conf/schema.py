@@ -170,6 +170,7 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     degrade: tuple[DegradeConfig, ...] = ()
     idle_unload: Seconds = 0.0
     on_demand: bool = False
+    standby: bool = False
     hold: Seconds = 10.0
     hold_requests: Count = 256
     required: bool = True

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from gpusup.conf.schema import BackoffConfig
+
+PAUSE_S: Final = 5.0
+PAUSE_LIMIT_S: Final = 300.0
 
 
 class Cause(StrEnum):
@@ -26,6 +30,22 @@ class Cause(StrEnum):
 
 #: Causes that count towards the same limit: the model does not run reliably here.
 COUNTED = frozenset({Cause.CRASH, Cause.HANG, Cause.FENCED, Cause.HOST_OOM, Cause.LOAD_FAILED})
+
+
+@dataclass(slots=True)
+class Pause:
+    """Until when something that can be done without is not tried again: longer at each failure."""
+
+    until: float = 0.0
+    why: str = ""
+    failures: int = 0
+
+    def fail(self, why: str, now: float) -> float:
+        """Returns for how many seconds."""
+        seconds = min(PAUSE_LIMIT_S, PAUSE_S * 2.0 ** min(self.failures, 16))
+        self.failures += 1
+        self.until, self.why = now + seconds, why
+        return seconds
 
 
 class Backoff:

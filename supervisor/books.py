@@ -100,9 +100,11 @@ class Books:
         room = self.room(device)
         return self.devices[device].place.kind != "cuda" or room is None or room >= CONTEXT_BYTES
 
-    def shortage(self, assignment: Assignment, device: str) -> str:
-        """ "" if a worker may start there, else what is missing, with both numbers."""
+    def shortage(self, assignment: Assignment, device: str, spare: int = 0) -> str:
+        """ "" if a worker may start there, else what is missing, with both numbers. `spare`: bytes
+        that are promised to what it starts from."""
         room = self.room(device)
+        room = None if room is None else room + spare
         rest, peak = self.need(assignment, device)
         if room is None or rest + peak <= room:
             return ""
@@ -145,10 +147,13 @@ class Books:
         mine = sum(self.need(life.assignment, life.device))
         if surge:
             return max(mine, self.room(life.device) or 0)
+        others = tuple(others)
         needs = [mine, *(sum(self.need(a, life.device)) for a in others)]
         pool = int(CAP_SHARE * device.total)
         if device.place.kind == "cuda":
-            pool -= CONTEXT_BYTES * len(needs)  # torch's limit doesn't count the contexts
+            # torch's limit doesn't count the contexts.
+            every = (life.assignment, *others)
+            pool -= CONTEXT_BYTES * sum(2 if a.config.standby else 1 for a in every)
         left = pool - sum(needs)
         if left < 0:
             return max(1, pool * mine // max(1, sum(needs)))

@@ -6,6 +6,7 @@ carried with its state, its deadlines and its story. Times are of the same monot
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 from gpusup.conf.schema import Config, ModelConfig
 
 from .actions import Assignment
-from .backoff import Cause
+from .backoff import Cause, Pause
 from .change import Change, Step
 from .devices import CpuDevice, Places
 from .fleet import Fleet, ModelRecord
@@ -94,6 +95,7 @@ def _export_slot(slot: Slot) -> dict[str, Any]:
         "successor": _export_life(slot.successor),
         "last_cause": str(slot.last_cause) if slot.last_cause else None,
         "backoff": slot.backoff.export(),
+        "standby_pause": dataclasses.astuple(slot.standby_pause),
     }
 
 
@@ -105,6 +107,7 @@ def _restore_slot(fleet: Fleet, row: Mapping[str, Any]) -> Slot:
     slot.wanted = _assignment_in(row["wanted"])
     slot.last_cause = Cause(row["last_cause"]) if row["last_cause"] else None
     slot.backoff.take_over(row["backoff"])
+    slot.standby_pause = Pause(*row["standby_pause"])
     for name in ("worker", "successor"):
         if row[name] is not None:
             assignment = _assignment_in(row[name]["assignment"])

@@ -124,7 +124,7 @@ def _why(slot: Mapping[str, Any]) -> str:
     words = []
     if slot["state"] in ("loading", "warming", "held"):
         words.append(slot.get("phase", ""))
-    words += [slot.get("why", ""), slot.get("successor", "")]
+    words += [slot.get("why", ""), slot.get("successor", ""), ctl_view.standby(slot)]
     if slot.get("next_retry_s") is not None:
         words.append(
             f"{slot.get('last_exit', '')}; next try in {ctl_view.age(slot['next_retry_s'])}"

@@ -127,6 +127,7 @@ def _slots(slots: Sequence[Mapping[str, Any]], *, wide: bool, colours: bool) -> 
         why = slot.get("why", "")
         if slot.get("phase") and slot["state"] in ("loading", "warming"):
             why = f"{slot['phase']} {why}".strip()
+        why = "; ".join(filter(None, (why, standby(slot))))
         retry = slot.get("next_retry_s")
         if wide:
             row += [
@@ -138,6 +139,14 @@ def _slots(slots: Sequence[Mapping[str, Any]], *, wide: bool, colours: bool) -> 
             why = f"{why}; next try in {age(retry)}".removeprefix("; ")
         rows.append([*row, why])
     return table(head, rows, colours=colours)
+
+
+def standby(slot: Mapping[str, Any]) -> str:
+    """ "standby ready", how far it is, or why there is none; "" where none is configured."""
+    said = slot.get("standby", "")
+    if said.startswith("none"):
+        return f"no standby{said.removeprefix('none')}"
+    return f"standby {said}" if said else ""
 
 
 def _models(models: Sequence[Mapping[str, Any]], *, colours: bool) -> list[str]:

@@ -167,13 +167,16 @@ def held(workers: Iterable[Memory]) -> int:
     return sum(max(0, m.context) + max(m.reserved, m.allocated, 0) for m in workers)
 
 
-def context_bytes(memory: Memory, pid: int, processes: Sequence[ProcessUse] | None) -> int:
+def context_bytes(
+    memory: Memory, pid: int, processes: Sequence[ProcessUse] | None, *, opened: bool = False
+) -> int:
     """What a worker holds of a GPU beside what torch counts: its CUDA context and its kernels.
 
     By the driver's list, where it gives sizes and knows the worker by the same number (in a
     container it may not); else as large as such a context is. 0: the worker has none yet.
+    `opened`: it has one before it ever spoke of its memory (a held worker).
     """
-    if not memory.device_total:
+    if not memory.device_total and not opened:
         return 0
     used = next((p.used for p in processes or () if p.pid == pid), None)
     return CONTEXT_BYTES if used is None else max(0, used - max(memory.reserved, memory.allocated))

@@ -17,6 +17,7 @@ import msgspec
 from gpusup.conf.schema import Config, ModelConfig
 
 from . import events as ev
+from . import standby
 from .actions import Action, Assignment, Persist, Publish, Tell
 from .backoff import Cause
 from .blame import device_faulted, gave_up
@@ -24,6 +25,7 @@ from .books import Books
 from .change import Await, Change
 from .layout import DevicePlace, Fits, SlotPlace, lay_out
 from .life import ROUTED, Life, Outcome, State
+from .room import has_room
 from .slot import Slot, Standing
 
 #: A pause of the run loop longer than this means that the supervisor itself was stopped.
@@ -78,7 +80,7 @@ class Fleet:
         self._serial = 0
         self._last_tick = now
         self._seen: object = None
-        self._evictions: list[tuple[str, str]] = []
+        self.evictions: list[tuple[str, str]] = []
         for name, model in config.models.items():
             self._add_model(name, model, now)
         for place in lay_out(config, devices, fits):
@@ -170,11 +172,16 @@ class Fleet:
         self.books.sync(self.lives())
         if not self.stopping:
             for slot in self.slots.values():
-                if slot.may_start(now) and self._has_room(slot):
+                if not slot.may_start(now):
+                    continue
+                if has_room(self, slot):
                     actions += slot.start(now)
-            for leaver, comer in self._evictions:
+                else:
+                    actions += standby.make_room(self, slot, now)
+            for leaver, comer in self.evictions:
                 actions += self.unload(leaver, now, f"makes room for {comer}")
-            self._evictions.clear()
+            self.evictions.clear()
+        actions += standby.tend(self, now)
         self.books.sync(self.lives())
         seen = self._visible(now)
         if seen != self._seen:
@@ -316,7 +323,7 @@ class Fleet:
             return []
         failed_before = slot.failed
         life = self.life(event.slot, event.generation)
-        if isinstance(event, ev.WorkerExited) and life is not None and self._no_driver(slot):
+        if isinstance(event, ev.WorkerExited) and life is not None and self.has_no_driver(slot):
             # Without a driver nothing can live there: neither model nor slot are to blame.
             life.blame(Outcome(Cause.GPU, f"the GPU driver was gone: {self.driver_gone}"))
         actions = slot.handle(event, now)
@@ -377,34 +384,8 @@ class Fleet:
                 actions += life.drain(now, why)
         return actions
 
-    def _no_driver(self, slot: Slot) -> bool:
+    def has_no_driver(self, slot: Slot) -> bool:
         return bool(self.driver_gone) and self.devices[slot.device].place.kind == "cuda"
-
-    def _has_room(self, slot: Slot) -> bool:
-        """Where memory is known and too little, wait; if somebody idle can leave, ask them to."""
-        assert slot.wanted is not None
-        if self._no_driver(slot):
-            slot.waiting_for = f"the GPU driver: {self.driver_gone}"
-            return False
-        shortage = self.books.shortage(slot.wanted, slot.device)
-        slot.waiting_for = f"memory: {shortage}" if shortage else ""
-        if not shortage:
-            return True
-        leaving = any(
-            life.device == slot.device and life.state not in (State.READY, State.HELD)
-            for life in self.lives()
-        )
-        idle = sorted(
-            (record.last_used, name)
-            for name, record in self.models.items()
-            if name != slot.model
-            and record.loaded
-            and record.current.config.on_demand
-            and any(s.device == slot.device and s.worker for s in self.slots_of(name))
-        )
-        if not leaving and idle and self.models[slot.model].last_used >= idle[0][0]:
-            self._evictions.append((idle[0][1], slot.model))
-        return False
 
     # -- how it looks from outside ----------------------------------------------------------------
 

@@ -61,6 +61,12 @@ ROUTED: Final = frozenset({State.READY, State.SUSPECT, State.DRAINING})
 #: In these a process may exist or its memory may not be back.
 OCCUPYING: Final = frozenset(State) - {State.GONE}
 
+#: In these a worker is on its way to serve.
+COMING: Final = frozenset({State.SPAWNED, State.LOADING, State.HELD, State.WARMING})
+
+#: Who waits for Go for days must be found to hang before a death counts on it.
+_JUDGED: Final = ROUTED | {State.HELD}
+
 #: A batch that has used its budget up to here is not about to end.
 _OVER: Final = 1.02
 
@@ -91,7 +97,7 @@ class Outcome(NamedTuple):
 _PLAIN: Final = (
     "slot", "device", "generation", "held", "moves_made", "since", "pid", "phase", "load_done",
     "load_total", "graphs", "peaks", "why_suspect", "holders", "ready_at", "exited", "_deadline",
-    "_judge_after", "_steps", "_dumping",
+    "_judge_after", "_steps", "_dumping", "standby", "held_context", "context_open",
 )  # fmt: skip
 
 
@@ -113,6 +119,9 @@ class Life:
         self.assignment = assignment
         self.config = config
         self.held = held
+        self.standby = False  # prepared for a death that may never come (standby.py)
+        self.held_context = False  # whether it opens the device before Go
+        self.context_open = False
         self.state = State.SPAWNED
         self.story: deque[Move] = deque(maxlen=64)
         self.moves_made = 0
@@ -316,6 +325,7 @@ class Life:
         if self.state not in (State.LOADING, State.WARMING):
             return []
         self._enter(State.HELD, now, "prepared")
+        self.context_open = self.held_context
         self._deadline = float("inf")
         return [] if self.held else self.go(now)  # Go was given before it got here
 
@@ -336,10 +346,12 @@ class Life:
             self._steps = p.load_steps
             if self.state is State.LOADING:
                 self._deadline = now + self.config.load_stall
-        if self.state not in ROUTED or now < self._judge_after:
+        if self.state not in _JUDGED or now < self._judge_after:
             return []
         c = self.config
         beat_age = now - p.beat
+        if self.state is State.HELD and beat_age <= c.beat_limit:
+            return []
         batch_age = now - p.batch_started if p.batch_started else 0.0
         over = p.batch_started > 0 and batch_age > p.batch_budget
         if over and batch_age > p.batch_budget * _OVER:
@@ -348,7 +360,8 @@ class Life:
             dump_s = min(c.dump_wait, max(0.02, p.batch_budget / 20))
             return self.kill(now, Outcome(Cause.HANG, text), dump=True, dump_s=dump_s)
         if not p.batch_started and beat_age > c.beat_limit:
-            text = f"no beat for {beat_age:.1f} s while idle, the limit is {c.beat_limit:g} s"
+            what = "held" if self.state is State.HELD else "idle"
+            text = f"no beat for {beat_age:.1f} s while {what}, the limit is {c.beat_limit:g} s"
             return self.kill(now, Outcome(Cause.HANG, text), dump=True)
         why = ""
         if over:

@@ -110,7 +110,8 @@ class Pulse:
             return
         for life in self.runtime.fleet.lives():
             if life.device == device and not life.exited:
-                context = context_bytes(life.memory, life.pid, found[0].processes)
+                processes = found[0].processes
+                context = context_bytes(life.memory, life.pid, processes, opened=life.context_open)
                 if context != life.memory.context:
                     life.memory = replace(life.memory, context=context)
 

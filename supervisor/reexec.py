@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 #: Changes when a newer program could misread what an older one has exported.
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 _VARIABLE: Final = "GPUSUP_REEXEC_FD"
 
 #: Held back where nothing answers to them: while one program follows the other, and from the

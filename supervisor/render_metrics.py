@@ -36,9 +36,9 @@ class Facts:
     """What is the case at the moment of the scrape.
 
     `workers`: slot -> its last word on memory. `worker_device`: slot -> device. `ready`: (model,
-    version) -> workers that serve. `slots`: slot -> state. `leak_slopes`: slot -> bytes per
-    thousand requests. `limits`: where a band begins, share of the device. `build`: version of
-    gpusup, of Python, of torch.
+    version) -> workers that serve. `slots`: slot -> state. `standbys`: slot -> whether one is
+    ready, where one is configured. `leak_slopes`: slot -> bytes per thousand requests. `limits`:
+    where a band begins, share of the device. `build`: version of gpusup, of Python, of torch.
     """
 
     devices: Sequence[DeviceInfo] = ()
@@ -47,6 +47,7 @@ class Facts:
     worker_device: Mapping[str, str] = field(default_factory=dict)
     ready: Mapping[tuple[str, str], int] = field(default_factory=dict)
     slots: Mapping[str, str] = field(default_factory=dict)
+    standbys: Mapping[str, bool] = field(default_factory=dict)
     leak_slopes: Mapping[str, float] = field(default_factory=dict)
     models: Sequence[str] = ()
     limits: Mapping[Band, float] = field(default_factory=dict)
@@ -143,6 +144,7 @@ def gauges(tally: Tally, facts: Facts) -> Iterator[tuple[str, dict[Labels, float
     )
 
     yield "gpusup_slot_state", {(slot, state): 1.0 for slot, state in facts.slots.items()}
+    yield "gpusup_slot_standby", {(slot,): float(up) for slot, up in facts.standbys.items()}
     kinds = ("allocated", "reserved", "peak", "static")
     yield (
         "gpusup_worker_memory_bytes",

@@ -14,7 +14,7 @@ import msgspec
 
 from gpusup.conf.schema import ModelConfig
 
-from . import undo
+from . import standby, undo
 from .actions import Action, Assignment, RunCheck
 from .backoff import Cause
 from .change import Change
@@ -204,6 +204,12 @@ class Swap(Change):
             self._waiting = True
             return self.note(now, f"{name}: waits until another worker is ready")
         self._waiting = False
+        if problem := standby.stuck(slot):
+            return undo.give_back(self, now, problem)
+        need = sum(self.fleet.books.need(self.new, slot.device))
+        actions, aside = standby.step_aside(self.fleet, slot, need, now)
+        if not aside:
+            return actions
         self.current = name
         self.todo.pop(0)
         if not slot.is_ready():

@@ -14,9 +14,9 @@ from typing import Any
 from gpusup.conf.schema import SupervisionConfig
 
 from . import events as ev
-from .actions import Action, Assignment, Launch, Persist
-from .backoff import Backoff, Cause
-from .life import Life, Outcome, State
+from .actions import Action, Assignment, Launch, Persist, Tell
+from .backoff import Backoff, Cause, Pause
+from .life import COMING, Life, Outcome, State
 
 
 class Standing(StrEnum):
@@ -61,11 +61,22 @@ class Slot:
         self.last_story: list[Any] = []
         self.waiting_for = ""
         self.backoff = Backoff(config.backoff, rng)
+        self.standby_pause = Pause()
+        self.no_standby = ""  # why there is none although one is configured
 
     # -- looking at it ----------------------------------------------------------------------------
 
     def lives(self) -> list[Life]:
         return [life for life in (self.worker, self.successor) if life is not None]
+
+    @property
+    def standby(self) -> Life | None:
+        heir = self.successor
+        return heir if heir is not None and heir.standby else None
+
+    def is_stuck(self) -> bool:
+        """A process that does not die takes the slot; a standby's takes only its own place."""
+        return any(x.state is State.UNKILLABLE and not x.standby for x in self.lives())
 
     def state(self, now: float) -> str:
         """What `status` shows: the worker's state, or why there is none."""
@@ -124,14 +135,18 @@ class Slot:
 
     def start(self, now: float) -> list[Action]:
         assert self.wanted is not None
-        self.worker = self._life(self.wanted, now, held=False)
         self.waiting_for = ""
-        return [self._launch(self.worker, held_context=True)]
+        if self.standby is not None and self._can_follow(self.standby):
+            return self._take_over(now)
+        actions = self.end_standby("not needed", now)
+        self.worker = self._life(self.wanted, now, held=False)
+        return [*actions, self._launch(self.worker, held_context=True)]
 
     def start_successor(
         self, assignment: Assignment, now: float, *, held: bool, held_context: bool = True
     ) -> list[Action]:
         self.successor = self._life(assignment, now, held=held)
+        self.successor.held_context = held and held_context
         self.successor_outcome = None
         return [self._launch(self.successor, held_context=held_context)]
 
@@ -142,6 +157,35 @@ class Slot:
         if self.worker is not None:
             self.wanted = self.worker.assignment
         return self.worker
+
+    def start_standby(self, now: float) -> list[Action]:
+        assert self.wanted is not None
+        actions = self.start_successor(self.wanted, now, held=True)
+        assert self.successor is not None
+        self.successor.standby = True
+        return actions
+
+    def end_standby(self, why: str, now: float) -> list[Action]:
+        heir = self.standby
+        return heir.kill(now, Outcome(Cause.REQUESTED, why)) if heir is not None else []
+
+    def _can_follow(self, heir: Life) -> bool:
+        same = heir.assignment is self.wanted
+        if heir.standby:  # not started by a change: what is equal is the same to it
+            same = heir.assignment == self.wanted
+        return same and heir.state in COMING and self.takes_part()
+
+    def _take_over(self, now: float) -> list[Action]:
+        """The successor has the slot from now on, and may have the device."""
+        heir = self.successor
+        assert heir is not None
+        assert self.wanted is not None
+        if heir.standby:
+            heir.standby = False
+            heir.assignment = self.wanted  # changes tell one from the other by identity
+            self.standby_pause.failures = 0
+        self.succeed()
+        return heir.go(now)
 
     def _life(self, assignment: Assignment, now: float, *, held: bool) -> Life:
         self.generation += 1
@@ -166,14 +210,16 @@ class Slot:
             and life.assignment is self.wanted
         )
 
-    def _inherit(self, now: float, *, at_once: bool) -> list[Action]:
-        """The old worker is gone: what was prepared meanwhile takes its place, or is not wanted."""
+    def _inherit(self, now: float, *, at_once: bool, later: bool = False) -> list[Action]:
+        """The old worker is gone: what was prepared meanwhile takes its place, or is not wanted.
+        `later`: when the back-off is over; a standby can wait for that."""
         heir = self.successor
         if heir is None or self.reserved_by:
             return []
-        if at_once and self.takes_part() and heir.assignment is self.wanted:
-            self.succeed()
-            return heir.go(now)
+        if at_once and self._can_follow(heir):
+            return self._take_over(now)
+        if later and heir.standby and self._can_follow(heir):
+            return []
         return heir.kill(now, Outcome(Cause.REQUESTED, "not needed"))
 
     def _launch(self, life: Life, *, held_context: bool) -> Launch:
@@ -198,7 +244,7 @@ class Slot:
         actions: list[Action] = []
         for life in self.lives():
             actions += life.tick(now)
-            if life.state is State.UNKILLABLE:
+            if life.state is State.UNKILLABLE and not life.standby:
                 why = f"pid {life.pid} does not die (KILL sent), the device needs a look"
                 actions += self.stand(Standing.QUARANTINED, now, "gpusup", why)
         if self.worker is not None and self.worker.state is State.READY:
@@ -207,19 +253,35 @@ class Slot:
 
     def settle(self, now: float) -> list[Action]:
         """Take leave of workers that are gone, and decide what their end means."""
+        actions: list[Action] = []
         if self.successor is not None and self.successor.state is State.GONE:
-            self.successor_outcome = self.successor.outcome
-            self._remember(self.successor)
-            self.successor = None
-        if self.worker is None or self.worker.state is not State.GONE:
+            heir, self.successor = self.successor, None
+            if heir.standby:
+                actions += self._standby_ended(heir, now)
+            else:
+                self.successor_outcome = heir.outcome
+                self._remember(heir)
+        if self.worker is not None and self.worker.state is State.GONE:
+            actions += self._worker_ended(self.worker, now)
+        return actions
+
+    def _standby_ended(self, heir: Life, now: float) -> list[Action]:
+        """Nobody was served by it, so neither the worker nor the slot's tally have a part in it."""
+        outcome = heir.outcome
+        if outcome is None or outcome.cause is Cause.REQUESTED:
             return []
-        life, self.worker = self.worker, None
+        pause = self.standby_pause.fail(f"the last one ended: {outcome.text}", now)
+        text = f"{self.name}: its standby ended ({outcome.text}), the next one in {pause:g} s"
+        return [Tell(kind="standby", text=text, level="warning", fields={"slot": self.name})]
+
+    def _worker_ended(self, life: Life, now: float) -> list[Action]:
+        self.worker = None
         self._remember(life)
         outcome = life.outcome or Outcome(Cause.CRASH, "unknown")
         self.last_cause = outcome.cause
         self.retry_at = now
         if outcome.cause is Cause.REQUESTED:
-            return []
+            return self._inherit(now, at_once=True) if self.standby else []
         self.restarts += 1
         if outcome.cause is Cause.GPU:
             # Charged to the device, by whoever reported the fault.
@@ -230,7 +292,8 @@ class Slot:
         self.retry_at = now + delay
         if give_up:
             self.failed = f"{outcome.text} (given up: {give_up})"
-        return [Persist(), *self._inherit(now, at_once=not give_up and delay == 0)]
+        at_once = not give_up and delay == 0
+        return [Persist(), *self._inherit(now, at_once=at_once, later=not give_up)]
 
     def _remember(self, life: Life) -> None:
         if life.outcome is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from gpusup.worker.wire import Load
 
-from . import view, wire
+from . import standby, view, wire
 from .change import Change
 from .fleet import Fleet
 from .life import Life
@@ -18,7 +18,8 @@ from .watermark import worst_band
 def slot_view(
     slot: Slot, known: Mapping[Key, Known], reports: Sequence[wire.ProxyReport], now: float
 ) -> wire.SlotView:
-    life = slot.worker or slot.successor
+    heir = slot.standby
+    life = slot.worker or (slot.successor if heir is None else None)
     pong = None
     if life is not None and (worker := known.get((slot.name, life.generation))):
         pong = worker.pong
@@ -60,6 +61,8 @@ def slot_view(
         graphs=dict(life.graphs) if life else {},
         seconds=dict(life.info.seconds) if life and life.info else {},
         successor=_successor(slot),
+        standby=standby.words(slot),
+        standby_pid=heir.pid if heir is not None and not heir.exited else 0,
         story=tuple(
             f"{now - m.at:.1f} s ago: {m.before} -> {m.after} ({m.cause})"
             for m in (life.story if life else slot.last_story)
@@ -69,7 +72,7 @@ def slot_view(
 
 def _successor(slot: Slot) -> str:
     """The worker that is to follow, or serves beside as a canary."""
-    if slot.successor is None or slot.worker is None:
+    if slot.successor is None or slot.worker is None or slot.successor.standby:
         return ""
     heir = slot.successor
     return f"version {heir.assignment.version} is {heir.state} (generation {heir.generation})"

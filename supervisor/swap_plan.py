@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpusup.conf.units import format_size
 
+from . import standby
 from .actions import Assignment
 from .slot import Standing
 
@@ -65,8 +66,11 @@ def way(
         if beside or strategy == "surge":
             return result("surge", f"as asked; the memory of {slot.device} is not known")
         return result("in-place", f"the memory of {slot.device} is not known")
+    # What is only prepared for a death leaves first: this slot's always, the others' if need be.
+    alone = room + standby.in_slot(fleet, slot)
+    room += standby.holds(fleet, slot)
     sums += f"{format_size(room)} free"
-    alone = room + _held(fleet, slot)
+    alone += sum(standby.holds(fleet, other) for other in standby.beside(fleet, slot))
     if slot.worker is not None:  # what it can hold now it can hold again, whoever else came
         alone = max(alone, sum(books.need(slot.worker.assignment, slot.device)))
     if need > alone:
@@ -103,12 +107,6 @@ def expected_gap_s(slot: Slot) -> float:
     """How long an in-place swap will take to answer, as far as the last start can tell."""
     info = slot.worker.info if slot.worker else None
     return sum(info.seconds.get(phase, 0.0) for phase in _GAP_PHASES) if info else 0.0
-
-
-def _held(fleet: Fleet, slot: Slot) -> int:
-    ledger = fleet.books.ledger
-    held = (ledger.holding(life.slot, life.generation) for life in slot.lives())
-    return sum(holding.bytes for holding in held if holding)
 
 
 def _spare_device(fleet: Fleet, slot: Slot, new: Assignment) -> str:

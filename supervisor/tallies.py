@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpusup.conf.package import package_version
 from gpusup.worker import wire as worker_wire
 
-from . import view
+from . import standby, view
 from .buckets import propose
 from .change import Change
 from .leak import LeakWatch
@@ -144,6 +144,11 @@ class Tallies:
             worker_device={slot.name: slot.device for slot in fleet.slots.values()},
             ready=ready,
             slots={name: slot.state(now) for name, slot in fleet.slots.items()},
+            standbys={
+                name: standby.words(slot) == "ready"
+                for name, slot in fleet.slots.items()
+                if standby.words(slot)
+            },
             leak_slopes=self.leak_slopes(),
             models=list(fleet.models),
             limits={"queue": box.config.watermark.queue, "shed": box.config.watermark.shed},

@@ -16,7 +16,7 @@ from .actions import Action, Assignment, Persist
 from .backoff import Cause
 from .change import Await, Change
 from .fleet import Fleet, Refused
-from .life import Outcome, State
+from .life import Outcome
 from .rollout import Swap
 from .slot import Slot, Standing
 from .swap_plan import Strategy, expected_gap_s, leaves_none
@@ -50,7 +50,7 @@ def cordon(fleet: Fleet, target: str, now: float, by: str, why: str) -> list[Act
 def uncordon(fleet: Fleet, target: str, now: float) -> list[Action]:
     actions: list[Action] = []
     for slot in fleet.targets(target):
-        if any(life.state is State.UNKILLABLE for life in slot.lives()):
+        if slot.is_stuck():
             raise Refused("conflict", f"{slot.name}: {slot.standing_why}")
         if slot.standing is Standing.LOST:
             raise Refused("conflict", f"{slot.name}: its device is lost: {slot.standing_why}")
@@ -113,7 +113,7 @@ def reset_failed(fleet: Fleet, target: str, now: float) -> list[Action]:
     slots = fleet.slots_of(target) if target in fleet.models else fleet.targets(target)
     actions: list[Action] = []
     for slot in slots:
-        if any(life.state is State.UNKILLABLE for life in slot.lives()):
+        if slot.is_stuck():
             raise Refused("conflict", f"{slot.name}: {slot.standing_why}")
         actions += slot.reset(now)
         record = fleet.models[slot.model]

@@ -274,6 +274,8 @@ class SlotView(Struct, frozen=True, kw_only=True):
     graphs: dict[str, str] = {}  # bucket/rows -> "captured", or why it runs eagerly
     seconds: dict[str, float] = {}  # phases of the start
     successor: str = ""  # a second worker in the slot: the next version, or a canary
+    standby: str = ""  # "ready", how far it is, "none: why"; "" where none is configured
+    standby_pid: int = 0
     story: tuple[str, ...] = ()
 
 

@@ -44,6 +44,8 @@ PURE = {
     "supervisor/fleet.py",
     "supervisor/rollout.py",
     "supervisor/undo.py",
+    "supervisor/room.py",
+    "supervisor/standby.py",
     "supervisor/stages.py",
     "supervisor/blame.py",
     "supervisor/backoff.py",

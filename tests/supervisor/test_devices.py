@@ -148,6 +148,11 @@ def test_a_context_is_what_the_driver_counts_and_torch_does_not() -> None:
     assert context_bytes(Memory(), 7, [ProcessUse(7, GIB)]) == 0
 
 
+def test_a_held_worker_has_its_context_before_it_ever_spoke_of_memory() -> None:
+    assert context_bytes(Memory(), 7, [ProcessUse(7, GIB)], opened=True) == GIB
+    assert context_bytes(Memory(), 7, None, opened=True) == CONTEXT_BYTES
+
+
 def test_a_budget_is_the_device() -> None:
     worker = Memory(allocated=4 * GIB, reserved=4 * GIB, context=GIB)
     info = device_info(sample(total=140 * GIB, free=30 * GIB), [worker], {}, 101.0, budget=24 * GIB)

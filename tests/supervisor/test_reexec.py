@@ -69,7 +69,9 @@ def test_state_of_another_schema_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     fd = os.memfd_create("x")
     os.write(fd, msgspec.msgpack.encode({"schema": reexec.SCHEMA + 1, "state": {}}))
     monkeypatch.setenv("GPUSUP_REEXEC_FD", str(fd))
-    with pytest.raises(ReexecError, match="has schema 2, this version reads 1"):
+    with pytest.raises(
+        ReexecError, match=f"has schema {reexec.SCHEMA + 1}, this version reads {reexec.SCHEMA}"
+    ):
         pick_up()
 
 
