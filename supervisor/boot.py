@@ -12,7 +12,7 @@ from gpusup.conf.schema import Config, ModelConfig
 from .actions import Assignment
 from .devices import CpuDevice, Places, cpu_devices
 from .layout import DevicePlace, Fits
-from .placement import Marks, workers_per_device
+from .placement import Marks, standby_bytes, workers_per_device
 from .probe_link import ProbeLink
 
 log = logging.getLogger("gpusup.supervisor")
@@ -57,7 +57,8 @@ def fit_rule(config: Config, size_of: Callable[[Assignment, str], int]) -> Fits:
             return 1
         with suppress(ValueError):
             share = device.total // max(1, sharing)
-            fit = workers_per_device(total=share, static=model.static, peak=model.peak, marks=marks)
+            rest = model.static + standby_bytes(model)
+            fit = workers_per_device(total=share, static=rest, peak=model.peak, marks=marks)
             if fit.workers < 1:
                 log.warning("%s on %s: %s", name, device.name, fit.reason)
             return max(1, fit.workers)

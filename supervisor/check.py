@@ -16,7 +16,7 @@ from gpusup.conf.schema import Config, ModelConfig
 
 from .devices import cpu_devices
 from .exit_codes import OK, USAGE
-from .placement import CONTEXT_BYTES, Marks, Need, Placement, Room, place
+from .placement import CONTEXT_BYTES, Marks, Need, Placement, Room, place, standby_bytes
 
 Parsers = Any  # argparse's own type for it is private
 
@@ -121,15 +121,17 @@ def _homes_of(model: ModelConfig, homes: Sequence[Room], known: set[str]) -> tup
 
 
 def _size_of(model: ModelConfig, kind: str) -> int:
-    """Bytes at rest: as declared, else the weights' files and, on a GPU, a context. 0: unknown."""
+    """Bytes at rest: as declared, else the weights' files and, on a GPU, a context; there also
+    what a standby takes. 0: unknown."""
+    standby = standby_bytes(model) if kind == "cuda" else 0
     if model.static:
-        return model.static
+        return model.static + standby
     if not model.weights:
         return 0
     path = Path(weights_of(model.weights, model.version))
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     size = sum(os.stat(file).st_size for file in files)
-    return size + (CONTEXT_BYTES if kind == "cuda" else 0)
+    return size + standby + (CONTEXT_BYTES if kind == "cuda" else 0)
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> int:

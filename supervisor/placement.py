@@ -13,11 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from gpusup.conf.schema import Config
+from gpusup.conf.schema import Config, ModelConfig
 from gpusup.conf.units import format_size
 
 #: A CUDA context with its kernels, as measured on an H200 (0.5 to 0.6 GiB), rounded up.
 CONTEXT_BYTES: Final = 640 * 2**20
+
+
+def standby_bytes(model: ModelConfig) -> int:
+    """What a worker's standby holds of a GPU: no more than a context, until it takes over."""
+    return CONTEXT_BYTES if model.standby else 0
+
 
 #: `workers = "auto"` starts no more than this on one device: further ones share the same compute
 #: and only cost memory. An explicit number is taken at its word.

@@ -31,6 +31,7 @@ from .placement import (
     kv_bytes_per_sequence,
     llm_shape,
     place,
+    standby_bytes,
     workers_per_device,
 )
 from .probe_link import ProbeLink
@@ -313,6 +314,12 @@ def _need(
     else:
         lines.append(
             f"{name}: size not known before its first load (set `static`); one worker a device"
+        )
+    if static and on_gpu and (more := standby_bytes(model)):
+        static += more
+        lines.append(
+            f"{name}: {format_size(more)} more for the context of each worker's standby "
+            f"= {format_size(static)}"
         )
     peak = arguments.peak if arguments.peak is not None else model.peak
     return Need(

@@ -97,6 +97,23 @@ def test_a_configuration_is_planned_model_by_model(
     assert result["models"]["a"]["alone"]["workers"] == 3
 
 
+def test_a_standby_is_a_line_of_the_arithmetic(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    section = '[models.m]\nhandler = "gpusup.worker.digits:Digits"\nstatic = "5GiB"\n'
+    path = tmp_path / "gpusup.toml"
+    path.write_text(section)
+    without = planned(capsys, str(path), "--gpu-memory", "24GiB")["models"]["m"]
+    path.write_text(section + "standby = true\n")
+    result = planned(capsys, str(path), "--gpu-memory", "24GiB")
+    with_one = result["models"]["m"]
+    assert with_one["static"] - without["static"] == 640 * MIB
+    assert (without["alone"]["workers"], with_one["alone"]["workers"]) == (4, 3)
+    assert "m: 640MiB more for the context of each worker's standby = 5.62GiB" in result["lines"], (
+        result["lines"]
+    )
+
+
 def test_the_weights_of_a_version_are_found(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
