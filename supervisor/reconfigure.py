@@ -11,6 +11,7 @@ import msgspec
 from gpusup.conf.load import ConfigError, load_file
 from gpusup.conf.schema import Config, ModelConfig
 
+from . import standby
 from .actions import Action, Assignment
 from .change import Change
 from .commands import Conflict, Rejected
@@ -67,6 +68,8 @@ def _touched(old: Config, new: Config) -> list[str]:
 
 def _change(fleet: Fleet, new: Config, name: str, now: float) -> tuple[Change, list[Action]]:
     before, after = fleet.config.models.get(name), new.models.get(name)
+    if before is not None and after is not None and _only_standby(before, after):
+        return standby.switch(fleet, name, after, now)
     if before is not None and after is not None and _same_layout(before, after):
         record = fleet.models[name]
         assignment = Assignment(model=name, version=after.version, config=after)
@@ -77,6 +80,10 @@ def _change(fleet: Fleet, new: Config, name: str, now: float) -> tuple[Change, l
         )  # fmt: skip
         return swap, fleet.start_change(swap, now)
     return fleet.replan(name, after, now)
+
+
+def _only_standby(before: ModelConfig, after: ModelConfig) -> bool:
+    return msgspec.structs.replace(before, standby=after.standby) == after
 
 
 def _same_layout(a: ModelConfig, b: ModelConfig) -> bool:
