@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from load import Wrk
-from peers import APPS, BYTES, JSON, Peer, install
+from peers import APPS, BYTES, JSON, BenchProblem, Peer, install
 from server import Server, free_port
 
 #: 100 bytes.
@@ -38,6 +40,7 @@ class Setting:
     say: Callable[[str], None]
     most_rounds: int = 99
     nets: tuple[str, ...] = ()
+    standby: bool = False  # gpusup's model has one, and is measured when it is ready
 
     def rounds(self, usual: int) -> int:
         return 1 if self.quick else min(usual, self.most_rounds)
@@ -171,3 +174,19 @@ def gpusupctl(server: Server, *arguments: str) -> list[str]:
     program = "import sys; from gpusup.supervisor.ctl import main; sys.exit(main())"
     socket = str(server.log.parent / "control.sock")
     return [sys.executable, "-c", program, "--socket", socket, *arguments]
+
+
+def wait_for_standbys(server: Server, limit_s: float = 60.0) -> None:
+    """Until each slot of this gpusup has its standby ready."""
+    end = time.monotonic() + limit_s
+    while True:
+        done = subprocess.run(
+            gpusupctl(server, "status", "-o", "json"), capture_output=True, text=True, check=False
+        )
+        slots = json.loads(done.stdout)["slots"] if done.stdout else []
+        said = {slot["slot"]: slot["standby"] for slot in slots}
+        if said and set(said.values()) == {"ready"}:
+            return
+        if time.monotonic() > end:
+            raise BenchProblem(f"no standby within {limit_s:g} s: {said} {done.stderr[-200:]}")
+        time.sleep(0.05)

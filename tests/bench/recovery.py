@@ -8,13 +8,14 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from clients import Answer, Clients, request
-from contest import GPUSUP, Job, Setting, server_for
+from contest import GPUSUP, Job, Setting, server_for, wait_for_standbys
 from peers import BenchProblem
 from result import Result, spread
 from server import Server
@@ -112,27 +113,35 @@ async def hang_one(server: Server, kind: str, watch_s: float) -> Hung:
     )
 
 
-def _job(workers: int) -> Job:
+def _job(workers: int, setting: Setting) -> Job:
     # One row at a time, so that it is known how many requests a death can take with it.
     return Job(
         mode="torch",
         workers=workers,
         rows=1,
         timeout_s=BUDGET_S,
-        model={"budget": f"{BUDGET_S:g}s"},
+        model={"budget": f"{BUDGET_S:g}s"} | ({"standby": True} if setting.standby else {}),
     )
+
+
+@contextmanager
+def _serving(name: str, workers: int, setting: Setting) -> Iterator[Server]:
+    with server_for(name, _job(workers, setting), setting) as server:
+        if setting.standby and name == GPUSUP:
+            wait_for_standbys(server)
+        yield server
 
 
 def measure(name: str, setting: Setting, found: Found) -> None:
     """One round for one server: a kill among two workers, each hang, a kill of the only worker."""
     watch_s = 5.0 if setting.quick else 15.0
-    with server_for(name, _job(2), setting) as server:
+    with _serving(name, 2, setting) as server:
         found.kills.append(asyncio.run(kill_one(server, watch_s)))
     for kind in HANGS:
-        with server_for(name, _job(2), setting) as server:
+        with _serving(name, 2, setting) as server:
             found.hangs[kind].append(asyncio.run(hang_one(server, kind, watch_s)))
     if name == GPUSUP:
-        with server_for(name, _job(1), setting) as server:
+        with _serving(name, 1, setting) as server:
             found.alone.append(asyncio.run(kill_one(server, watch_s)))
 
 
@@ -172,6 +181,7 @@ def recovery(setting: Setting) -> Result:
         f"hang: a handler asleep in C without or with the interpreter's lock; budget "
         f"{BUDGET_S:g} s, for peers the time-out they have; 'never' means not while we watched",
         "alone: the same kill with a single slot",
+        *(["gpusup: standby = true, ready in each slot before the kill"] * setting.standby),
         *setting.best_settings(),
     ]
     return result

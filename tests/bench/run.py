@@ -45,6 +45,9 @@ def main() -> int:
     parser.add_argument("--cache", default="~/.cache/gpusup-bench", help="for the peers' venvs")
     parser.add_argument("--wrk", default="", metavar="DIR", help="filled by carry_wrk.sh")
     parser.add_argument("--gpu", action="store_true", help="recovery and swap on the GPUs")
+    parser.add_argument(
+        "--standby", action="store_true", help="recovery: gpusup has its standbys ready"
+    )
     parser.add_argument("--weights-mib", type=int, default=0, help="swap: size of the weights")
     parser.add_argument("--nice", type=int, default=0, help="of all that runs; below 0 as root")
     parser.add_argument("--keep", metavar="DIR", help="keep logs and configurations there")
@@ -67,6 +70,7 @@ def main() -> int:
                 nice=told.nice,
                 weights_bytes=(told.weights_mib or (5120 if told.gpu else 64)) << 20,
                 most_rounds=max(1, told.rounds),
+                standby=told.standby,
                 nets=tuple(filter(None, told.nets.split(","))),
                 say=lambda text: print(text, file=sys.stderr, flush=True),
             )

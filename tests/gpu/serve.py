@@ -1,6 +1,6 @@
-"""One run on a real GPU: serve, kill, drain, swap, and the three ways a CUDA worker breaks.
+"""One run on a real GPU: serve, kill, drain, swap, a standby, and three ways a CUDA worker breaks.
 
-    python tests/gpu/serve.py [--out DIR] [--only serve,faults] [--cpu]
+    python tests/gpu/serve.py [--out DIR] [--only serve,standby,faults] [--cpu]
 
 Prints one JSON object. Right is: both swaps are done and nothing but 200s meanwhile; a worker
 survives memory that runs out, and is replaced after an assert or a hang. Needs torch with CUDA,
@@ -58,7 +58,26 @@ def serve(cpu: bool, found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def recover(service: Service, found: dict[str, Any]) -> None:
+def standby(cpu: bool, found: dict[str, Any]) -> dict[str, Any]:
+    """The same death, with a standby ready to follow."""
+    config = rig.PRELOAD + rig.devices(cpu) + rig.resnet(cpu, retry="safe", standby=True)
+    with rig.started(config, limit_s=LIMIT_S) as service:
+        name = service.status()["slots"][0]["slot"]
+        service.until(lambda: service.slot(name)["standby"] == "ready", LIMIT_S)
+        before = service.slot(name)
+        found["device_with_standby"] = service.status()["devices"][0]
+        kill(service, found)
+        found["standby_took_over"] = service.slot(name)["pid"] == before["standby_pid"]
+        found["reclaim"] = service.status()["devices"][0]["release"]
+        t = time.monotonic()
+        service.until(lambda: service.slot(name)["standby"] == "ready", LIMIT_S)
+        found["next_standby_s"] = round(time.monotonic() - t, 2)
+    found["right"] = found["standby_took_over"] and set(found["kill_counts"]) == {"200"}
+    return found
+
+
+def kill(service: Service, found: dict[str, Any]) -> None:
+    """SIGKILL to the only worker under 8 clients, and how long until it is made good."""
     slot = service.status()["slots"][0]
     with rig.Load(service, clients=8) as load:
         time.sleep(1)
@@ -77,6 +96,11 @@ def recover(service: Service, found: dict[str, Any]) -> None:
         found["graphs_after_kill"] = service.slot(slot["slot"])["graphs"]
     found["kill_counts"] = load.counts()
     found["kill_longest_request_s"] = load.longest_s()
+
+
+def recover(service: Service, found: dict[str, Any]) -> None:
+    slot = service.status()["slots"][0]
+    kill(service, found)
     for how in STRATEGIES:
         with rig.Load(service, clients=16) as load:
             time.sleep(1)
@@ -122,13 +146,13 @@ def faults(cpu: bool, found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-PARTS = {"serve": serve, "faults": faults}
+PARTS = {"serve": serve, "standby": standby, "faults": faults}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="serve,faults")
+    parser.add_argument("--only", default="serve,standby,faults")
     parser.add_argument("--cpu", action="store_true", help="try the script out on a CPU slot")
     args = parser.parse_args()
     result: dict[str, Any] = {}
