@@ -62,6 +62,7 @@ class Slot:
         self.waiting_for = ""
         self.backoff = Backoff(config.backoff, rng)
         self.standby_pause = Pause()
+        self.short_since = 0.0  # memory, for the worker or its standby
         self.no_standby = ""  # why there is none although one is configured
 
     # -- looking at it ----------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class Slot:
 
     def start(self, now: float) -> list[Action]:
         assert self.wanted is not None
-        self.waiting_for = ""
+        self.waiting_for, self.short_since = "", 0.0
         if self.standby is not None and self._can_follow(self.standby):
             return self._take_over(now)
         actions = self.end_standby("not needed", now)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: The worker must have been ready for so long: one that dies again and again at its first request
 #: shall not cost twice as many processes.
 WELL_S: Final = 2.0
+#: The figures of a device lag behind what happens there: only a shortage that lasts is one.
+SHORT_S: Final = 0.3
 _STAYS: Final = frozenset({State.UNKILLABLE})
 #: A standby that has made room for something else does not come back before it has settled.
 MADE_ROOM_S: Final = 10.0
@@ -79,6 +81,8 @@ def make_room(fleet: Fleet, slot: Slot, now: float) -> list[Action]:
     actions: list[Action] = []
     if not _is_cuda(fleet, slot) or fleet.driver_gone:
         return actions  # they hold nothing there that could be given back
+    if not _lasts(slot, True, now):
+        return actions
     for other in (slot, *beside(fleet, slot)):
         if other.standby is not None:
             _rest(other, f"it made room for the worker of {slot.name}", now)
@@ -160,12 +164,24 @@ def _must_go(fleet: Fleet, slot: Slot, now: float) -> str:
         return f"change {slot.reserved_by}"
     if heir.assignment != slot.wanted or not is_configured(slot):
         return "not wanted any more"
-    # While the worker is dying its memory may pass for somebody else's: that is no shortage.
-    serves = worker is not None and worker.state in ROUTED
-    if serves and _is_cuda(fleet, slot) and fleet.books.room(slot.device) == 0:
+    if worker is not None and _lasts(slot, _is_full(fleet, slot), now):
         _rest(slot, f"the memory of {slot.device} is all taken", now)
         return slot.standby_pause.why
     return ""
+
+
+def _is_full(fleet: Fleet, slot: Slot) -> bool:
+    """Nothing of the device is left. While somebody there loads or dies that can't be told: what
+    they hold is promised to them, and may pass for a stranger's as well."""
+    if not _is_cuda(fleet, slot) or fleet.books.room(slot.device) != 0:
+        return False
+    here = (life for life in fleet.lives() if life.device == slot.device)
+    return all(life.state in ROUTED or life.state is State.HELD for life in here)
+
+
+def _lasts(slot: Slot, short: bool, now: float) -> bool:
+    slot.short_since = (slot.short_since or now) if short else 0.0
+    return short and now - slot.short_since >= SHORT_S
 
 
 def _obstacle(fleet: Fleet, slot: Slot, now: float) -> str:

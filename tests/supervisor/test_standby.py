@@ -418,6 +418,16 @@ def test_memory_that_others_take_is_given_up_first() -> None:
     held(world)
 
 
+def test_a_shortage_that_is_only_seen_for_a_moment_costs_nothing() -> None:
+    """A worker that loads is promised its memory, and may pass for a stranger meanwhile."""
+    world = world_of()
+    heir = held(world)
+    world.post(ev.DeviceSampled(device="gpu0", total=24 * GIB, used=21 * GIB, ours=GIB))
+    assert world.fleet.books.room("gpu0") == 0
+    world.run(1)
+    assert heir.state is State.HELD
+
+
 def test_the_caps_leave_room_for_the_contexts_of_standbys() -> None:
     with_one, without = world_of(), box(1)
     for world in (with_one, without):
