@@ -30,6 +30,9 @@ _SLOT_FIELDS = (
 _RECORD_FIELDS = ("canary_share", "loaded", "last_used", "failed", "created", "evicted_for")
 _CHANGE_FIELDS = ("kind", "model", "title", "id", "state", "text", "started", "ended", "numbers")
 
+#: What was one assignment is one again: slots and changes compare by identity.
+Known = dict[bytes, Assignment]
+
 
 def export_fleet(fleet: Fleet) -> dict[str, Any]:
     return {
@@ -67,6 +70,7 @@ def places_of(exported: Mapping[str, Any]) -> Places:
 
 def restore_fleet(fleet: Fleet, exported: Mapping[str, Any]) -> None:
     """Into a fleet just made of `config_of` and `places_of`. Raises msgspec.ValidationError."""
+    known: Known = {}
     for name, (total, lost, fault) in exported["devices"].items():
         device = fleet.devices[name]
         device.total, device.lost, device.fault = total, lost, fault
@@ -79,8 +83,8 @@ def restore_fleet(fleet: Fleet, exported: Mapping[str, Any]) -> None:
             setattr(change, name, row[name])
         change.steps = [Step(*step) for step in row["steps"]]
         fleet.changes[change.id] = change
-    fleet.models = {name: _restore_record(row) for name, row in exported["models"].items()}
-    slots = [_restore_slot(fleet, row) for row in exported["slots"]]
+    fleet.models = {n: _restore_record(row, known) for n, row in exported["models"].items()}
+    slots = [_restore_slot(fleet, row, known) for row in exported["slots"]]
     fleet.slots = {slot.name: slot for slot in slots}
     fleet.books.sync(fleet.lives())
     for life in fleet.lives():
@@ -99,18 +103,18 @@ def _export_slot(slot: Slot) -> dict[str, Any]:
     }
 
 
-def _restore_slot(fleet: Fleet, row: Mapping[str, Any]) -> Slot:
+def _restore_slot(fleet: Fleet, row: Mapping[str, Any], known: Known) -> Slot:
     slot = fleet.new_slot(row["name"], row["device"], row["model"], fallback=row["fallback"])
     for name in _SLOT_FIELDS:
         setattr(slot, name, row[name])
     slot.standing = Standing(row["standing"])
-    slot.wanted = _assignment_in(row["wanted"])
+    slot.wanted = _assignment_in(row["wanted"], known)
     slot.last_cause = Cause(row["last_cause"]) if row["last_cause"] else None
     slot.backoff.take_over(row["backoff"])
     slot.standby_pause = Pause(*row["standby_pause"])
     for name in ("worker", "successor"):
         if row[name] is not None:
-            assignment = _assignment_in(row[name]["assignment"])
+            assignment = _assignment_in(row[name]["assignment"], known)
             assert assignment is not None
             setattr(slot, name, Life.restore(row[name], assignment, slot.config))
     return slot
@@ -130,10 +134,10 @@ def _export_record(record: ModelRecord) -> dict[str, Any]:
     }
 
 
-def _restore_record(row: Mapping[str, Any]) -> ModelRecord:
-    current = _assignment_in(row["current"])
+def _restore_record(row: Mapping[str, Any], known: Known) -> ModelRecord:
+    current = _assignment_in(row["current"], known)
     assert current is not None
-    record = ModelRecord(current, _assignment_in(row["previous"]))
+    record = ModelRecord(current, _assignment_in(row["previous"], known))
     for name in (*_RECORD_FIELDS, "deaths"):
         setattr(record, name, row[name])
     return record
@@ -149,8 +153,11 @@ def _assignment_out(assignment: Assignment | None) -> dict[str, Any] | None:
     }
 
 
-def _assignment_in(row: Mapping[str, Any] | None) -> Assignment | None:
+def _assignment_in(row: Mapping[str, Any] | None, known: Known) -> Assignment | None:
     if row is None:
         return None
-    config = msgspec.convert(row["config"], ModelConfig)
-    return Assignment(model=row["model"], version=row["version"], config=config)
+    key = msgspec.msgpack.encode(row)
+    if key not in known:
+        config = msgspec.convert(row["config"], ModelConfig)
+        known[key] = Assignment(model=row["model"], version=row["version"], config=config)
+    return known[key]

@@ -51,6 +51,26 @@ def test_ready_workers_go_on_and_their_deaths_are_seen() -> None:
     assert len(world.workers) == 3
 
 
+def test_the_next_worker_still_prepares_while_memory_is_not_back() -> None:
+    world = box(1, memory_returns=False)
+    world.until(world.all_ready)
+    put_over(world)
+    kill(world, "gpu0")
+    assert world.fleet.slots["gpu0"].successor is not None
+
+
+def test_a_reload_of_one_slot_still_leaves_the_others_alone() -> None:
+    world = box(2)
+    world.until(world.all_ready)
+    put_over(world)
+    wish = ReloadWish(version="2", slots=("gpu1",))
+    change = world.verb(verbs.reload, "m", wish, world.now)
+    world.until(lambda: not change.is_active())  # type: ignore[attr-defined]
+    wanted = {name: slot.wanted.version for name, slot in world.fleet.slots.items() if slot.wanted}
+    assert wanted == {"gpu0": "1", "gpu1": "2"}
+    assert world.fleet.models["m"].current.version == "1"
+
+
 @pytest.mark.parametrize("steps", range(12))
 def test_at_any_moment_of_a_start_or_an_end(steps: int) -> None:
     world = box(2, memory_returns=False)
