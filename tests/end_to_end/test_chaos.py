@@ -56,6 +56,7 @@ crashes = 1000
 handler = "{HANDLERS}:Double"
 retry = "safe"
 budget = "2s"
+standby = true
 
 [models.free]
 handler = "{HANDLERS}:Hang"
@@ -361,6 +362,8 @@ def settle(service: Service) -> None:
         for slot in status["slots"]:
             if slot["slot_state"] != "schedulable":
                 service.control("POST", f"/slots/{slot['slot']}/uncordon")
+        if any(slot["standby"] not in ("", "ready") for slot in status["slots"]):
+            return False
         return status["state"] == "ready" and proxies_serve(service) and quiet(service)
 
     try:
