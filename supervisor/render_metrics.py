@@ -37,7 +37,7 @@ class Facts:
 
     `workers`: slot -> its last word on memory. `worker_device`: slot -> device. `ready`: (model,
     version) -> workers that serve. `slots`: slot -> state. `standbys`: slot -> whether one is
-    ready, where one is configured. `leak_slopes`: slot -> bytes per thousand requests. `limits`:
+    ready. `leak_slopes`: slot -> bytes per thousand requests. `limits`:
     where a band begins, share of the device. `build`: version of gpusup, of Python, of torch.
     """
 

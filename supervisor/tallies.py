@@ -144,11 +144,7 @@ class Tallies:
             worker_device={slot.name: slot.device for slot in fleet.slots.values()},
             ready=ready,
             slots={name: slot.state(now) for name, slot in fleet.slots.items()},
-            standbys={
-                name: standby.words(slot) == "ready"
-                for name, slot in fleet.slots.items()
-                if standby.words(slot)
-            },
+            standbys={name: standby.words(s) == "ready" for name, s in fleet.slots.items()},
             leak_slopes=self.leak_slopes(),
             models=list(fleet.models),
             limits={"queue": box.config.watermark.queue, "shed": box.config.watermark.shed},

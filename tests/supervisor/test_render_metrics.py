@@ -48,6 +48,7 @@ FACTS = Facts(
     worker_device={"gpu0": "gpu0"},
     ready={("m", "1"): 1},
     slots={"gpu0": "ready", "gpu1": "backoff"},
+    standbys={"gpu0": True, "gpu1": False},
     leak_slopes={"gpu0": 12.5},
     models=["m", "idle"],
     build=("0.1.0", "3.11", "2.13"),
@@ -69,6 +70,8 @@ def test_the_figures_add_up_over_proxies_and_workers(tally: Tally) -> None:
     assert value(text, 'gpusup_device_memory_bytes{device="gpu0",state="reserved"}') == 30
     assert value(text, 'gpusup_worker_ooms_total{slot="gpu0"}') == 2
     assert value(text, 'gpusup_slot_state{slot="gpu1",state="backoff"}') == 1
+    assert value(text, 'gpusup_slot_standby{slot="gpu0"}') == 1
+    assert value(text, 'gpusup_slot_standby{slot="gpu1"}') == 0
     assert value(text, "gpusup_probe_restarts_total") == 0
 
 
