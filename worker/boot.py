@@ -137,7 +137,8 @@ def serve(
     settle_torch(spec, forked)
     ready = engine.load(control.tell, control.wait_go)
     try:
-        data.listen()
+        with control.owning(spec.data_path):
+            data.listen()
     except OSError as error:
         raise LoadProblem("error", f"cannot listen on {spec.data_path}: {error}") from error
     terminate.gently(engine)

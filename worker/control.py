@@ -5,10 +5,12 @@ Answered from the sockets' thread, so a ping comes back while the main thread co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import traceback
+from collections.abc import Iterator
 from typing import Final, NoReturn, assert_never
 
 from . import wire
@@ -40,6 +42,8 @@ class ControlLink(Stream):
         self._go = threading.Event()
         self._drain_asked = False
         self._attaching = threading.Lock()
+        self._ending = threading.Lock()
+        self._file = ""
 
     def tell(self, message: wire.FromWorkerControl) -> None:
         try:
@@ -63,8 +67,20 @@ class ControlLink(Stream):
         if drain:
             engine.drain(self._drained)
 
+    @contextlib.contextmanager
+    def owning(self, path: str) -> Iterator[None]:
+        """The file that is made inside is taken away when the supervisor hangs up."""
+        with self._ending:
+            self._file = path
+            yield
+
     def on_close(self) -> NoReturn:
-        # Nobody to report to, and nobody who would end this process later.
+        # Nobody to report to, and nobody who would end this process later, or tidy up after one
+        # that was given up before it said hello.
+        self._ending.acquire()  # for good: no file is made from here on
+        if self._file:
+            with contextlib.suppress(OSError):
+                os.unlink(self._file)
         os._exit(1)
 
     def on_frame(self, frame: bytes) -> None:

@@ -98,6 +98,15 @@ def test_it_ends_at_once_when_the_control_socket_ends_even_if_stuck(house: Any, 
     proxy.close()
 
 
+def test_it_takes_its_socket_away_when_the_control_socket_ends(house: Any) -> None:
+    """The supervisor had given it up before it said hello, and so has nobody to tidy up after."""
+    worker = house.ready()
+    assert Path(worker.spec.data_path).exists()
+    worker.control.sock.close()
+    assert worker.wait() == 1
+    assert not Path(worker.spec.data_path).exists()
+
+
 def test_it_ends_with_the_control_socket_while_it_loads(house: Any) -> None:
     worker = house.start(settings={"fault": "load hangs"})
     worker.control.until(wire.Loading)
