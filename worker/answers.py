@@ -153,16 +153,27 @@ class _Batch:
             self.run(units, at)
 
     def run(self, units: Sequence[Unit], at: int) -> None:
+        """Connection by connection: the first need not wait until the last ones are encoded."""
+        by_connection: dict[int, list[tuple[Unit, int]]] = {}
+        for unit in units:
+            entry: Any = unit.what
+            by_connection.setdefault(entry.connection, []).append((unit, at))
+            at += unit.rows
+        try:
+            for some in by_connection.values():
+                self._run_some(some)
+        finally:
+            self._done()
+
+    def _run_some(self, some: Sequence[tuple[Unit, int]]) -> None:
         pairs: list[Pair] = []
         try:
-            for unit in units:
+            for unit, at in some:
                 answer = self._answer(unit, at)
-                at += unit.rows
                 if answer is not None:
                     pairs.append(answer)
         finally:
             self.owner._answer_all(pairs)
-            self._done()
 
     def _done(self) -> None:
         if self.lock is None:

@@ -101,11 +101,19 @@ class Batcher:
         if unit.deadline < self._soonest:
             self._soonest = unit.deadline
 
-    def take(self, now: float, *, idle: bool, coming: int = 0) -> list[Unit]:
+    def take(
+        self,
+        now: float,
+        *,
+        idle: bool,
+        coming: int = 0,
+        portion: Callable[[Any, int], int] | None = None,
+    ) -> list[Unit]:
         """The units of the next batch, or [].
 
         `idle`: the device has nothing to do. `coming`: items that are being decoded just now; an
         idle device waits for those, within the window, since they would fill the batch.
+        `portion(key, rows)`: how many of the `rows` that could be taken are worth it now.
         """
         if not self.rows:
             return []
@@ -126,7 +134,15 @@ class Batcher:
             urgency = self._urgency(line, oldest, now)
             if best_urgency is None or urgency < best_urgency:
                 best, best_key, best_urgency = line, key, urgency
-        return [] if best is None else self._fill(best, best_key, now)
+        if best is None:
+            return []
+        most = self.most_rows(best_key)
+        if portion is not None:
+            most = portion(best_key, min(most, best.rows))
+        taken = self._fill(best, most, now)
+        if not best.rows:
+            del self._lines[best_key]
+        return taken
 
     def sweep(self, now: float) -> list[Unit]:
         """Take out what must not start any more: expired or cancelled. Call it after a cancel and
@@ -183,8 +199,7 @@ class Batcher:
         rank, deadline, serial, _ = head
         return (1, rank, deadline, serial)
 
-    def _fill(self, line: _Line, key: Hashable, now: float) -> list[Unit]:
-        most = self.most_rows(key)
+    def _fill(self, line: _Line, most: int, now: float) -> list[Unit]:
         taken: list[Unit] = []
         rows = 0
         while rows < most:
@@ -206,8 +221,6 @@ class Batcher:
             self._remove(line, unit)
             taken.append(unit)
             rows += unit.rows
-        if not line.rows:
-            del self._lines[key]
         return taken
 
     def _remove(self, line: _Line, unit: Unit) -> None:

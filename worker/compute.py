@@ -189,6 +189,10 @@ class Runner:
     def want_graphs(self, key: Key, rows: Sequence[int]) -> None:
         """Capture batches of so many rows when there is time."""
 
+    def steps(self, key: Key) -> Sequence[int]:
+        """Rows that batches of the key are padded to, rising; empty if they are not."""
+        return ()
+
     def pending(self) -> bool:
         """Whether `idle_step` has something to do."""
         return False

@@ -102,6 +102,9 @@ class CudaRunner(Runner):
         for count in rows:
             self.graphs.want(key, count)
 
+    def steps(self, key: Key) -> Sequence[int]:
+        return self.graphs.sizes(key)
+
     def idle_step(self) -> bool:
         return self.graphs.step()
 

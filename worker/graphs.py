@@ -75,6 +75,10 @@ class Graphs:
         at = bisect.bisect_left(sizes, rows, key=lambda entry: entry[0])
         return sizes[at][1][slot] if at < len(sizes) else None
 
+    def sizes(self, key: Key) -> list[int]:
+        """Rows of the captured graphs, rising."""
+        return [rows for rows, _ in self._by_key.get(key, ())]
+
     def step(self) -> bool:
         """Capture the next one wanted; only while nothing is in flight. False: none was left.
 

@@ -25,7 +25,7 @@ from .crew import Crew
 from .desk import Bell, Desk
 from .intake import Intake
 from .outputs import Outputs
-from .pace import Pace, Room
+from .pace import Pace, Room, padded
 from .pool import Key
 from .reception import Reception
 from .running import Running, Work
@@ -61,6 +61,7 @@ class _Launched:
     key: Key
     units: list[Unit]
     rows: int
+    size: int  # with the rows it was padded by
     work: Work
     flight: Flight
     began: float
@@ -161,11 +162,9 @@ class Loop:
         units: list[Unit] = []
         if len(flights) < self._runner.depth:
             idle = not flights or now >= self._pace.next_due
-            # While a batch computes, one that is not full would only wait behind it, and could
-            # not grow any more.
-            if idle or self.batcher.rows >= self.batcher.max_rows:
-                units = self.batcher.take(now, idle=idle, coming=reception.coming)
-                reception.bury(self.batcher.met())
+            portion = self._portion if flights else None
+            units = self.batcher.take(now, idle=idle, coming=reception.coming, portion=portion)
+            reception.bury(self.batcher.met())
         if units:
             self._launch(units, now)
         if len(flights) >= self._runner.depth:
@@ -177,13 +176,18 @@ class Loop:
         if self._runner.pending():
             self._capture()
 
+    def _portion(self, key: Any, rows: int) -> int:
+        present = self.batcher.rows + sum(launched.rows for launched in self._flights)
+        return self._pace.portion(key, rows, present, self._runner.steps(key))
+
     def _between(self, now: float) -> None:
         """One batch computes and no second one is ripe: gather more for as long as the device has
         something to do, but no longer."""
-        pause = self._pace.next_due - now
+        window = self.batcher.next_window()
+        pause = min(self._pace.next_due, window) - now
         # With nothing to gather and the end near, its end is all there is to wait for: whoever
         # comes meanwhile could not compute earlier either.
-        alone = pause < _SOON_S and not self.batcher.rows and not self._desk.inbox
+        alone = pause < _SOON_S and window == math.inf and not self._desk.inbox
         if pause > _SHORT_S and not alone and not self._flights[0].flight.done():
             # In steps: how long it takes is a guess, and after a slow first batch a bad one.
             step = max(_LOOK_S, min(pause / 8, _LONG_LOOK_S))
@@ -290,8 +294,10 @@ class Loop:
         except Exception as error:
             failure = failure_of(error)
         else:
-            self._flights.append(_Launched(key, units, rows, work, flight, now))
-            self._pace.launched(key, rows, now, time.monotonic() - now)
+            size = padded(self._runner.steps(key), rows)
+            spent = time.monotonic() - now
+            self._pace.launched(key, size, now, spent, alone=not self._flights)
+            self._flights.append(_Launched(key, units, rows, size, work, flight, now))
         if failure is not None:
             # Those before it are answered first: they are not to be in the fence's way.
             while self._flights:
@@ -328,7 +334,7 @@ class Loop:
         took = self._ended(launched.work, launched.rows, launched.began)
         if self._device.kind == "cpu":
             self._tidy_at = self._active + _TIDY_S
-        self._pace.landed(launched.key, launched.rows, took)
+        self._pace.landed(launched.key, launched.size, took, self._active)
         self._desk.budget_rows = self._room.landed(launched.rows, took)
         self._budgets.note(launched.key, took)
         for other in self._flights:

@@ -5,6 +5,8 @@ A batch that is launched earlier than need be is smaller than it could be; later
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from typing import Final
 
 from .pool import Key
@@ -14,37 +16,75 @@ _LEAD_S: Final = 300e-6
 #: Batches vary; idling costs more than a smaller batch.
 _CAUTION: Final = 0.85
 _MOST_KEYS: Final = 1024
+#: A device that waits for longer than this share of its time is given smaller batches.
+_STARVED: Final = 0.02
 #: From an answer to the same client's next request, under load: through the proxy and back.
 _AWAY_S: Final = 10e-3
 #: So many batches are taken at most for those that are away.
 _MOST_AWAY: Final = 3
 
 
+def padded(sizes: Sequence[int], rows: int) -> int:
+    """Rows that are computed for so many: the next of `sizes`, which rise, or as many."""
+    at = bisect.bisect_left(sizes, rows)
+    return sizes[at] if at < len(sizes) else rows
+
+
 class Pace:
-    """`next_due`: launch the next batch at this time (monotonic seconds), if there is one."""
+    """`next_due`: launch the next batch at this time (monotonic seconds), if there is one.
+
+    A size is the rows that are computed, those that a batch was padded by included.
+    """
 
     def __init__(self) -> None:
         self.next_due = 0.0
         self._idle_at = 0.0
         self._lead = _LEAD_S
         self._took: dict[tuple[Key, int], float] = {}
+        self._landed_at = 0.0
+        self._starved = 0.0  # share of the time in which the device waits for what is on its way
 
-    def launched(self, key: Key, rows: int, now: float, spent: float = _LEAD_S) -> None:
-        """At `now`; the device had it `spent` seconds later."""
+    def launched(
+        self, key: Key, size: int, now: float, spent: float = _LEAD_S, *, alone: bool = False
+    ) -> None:
+        """At `now`; the device had it `spent` seconds later. `alone`: it had nothing else."""
         self._lead += 0.1 * (spent - self._lead)
-        took = self._took.get((key, rows), 0.0)
+        took = self._took.get((key, size), 0.0)
+        gap = now - self._landed_at if alone else 0.0
+        if gap < took:  # a longer one is an idle service, which tells nothing
+            self._starved += 0.05 * (gap / (took + gap) - self._starved)
         self._idle_at = max(self._idle_at, now) + took
         self.next_due = max(now, self._idle_at - (1 - _CAUTION) * took - self._lead)
 
-    def landed(self, key: Key, rows: int, took: float) -> None:
-        known = self._took.get((key, rows))
+    def landed(self, key: Key, size: int, took: float, now: float = 0.0) -> None:
+        self._landed_at = now
+        known = self._took.get((key, size))
         if known is None:
             if len(self._took) >= _MOST_KEYS:
                 self._took.clear()
-            self._took[key, rows] = took
+            self._took[key, size] = took
         else:
             # Down at once, up slowly: one hiccup must not make all later ones late.
-            self._took[key, rows] = took if took < known else known + 0.1 * (took - known)
+            self._took[key, size] = took if took < known else known + 0.1 * (took - known)
+
+    def portion(self, key: Key, rows: int, present: int, sizes: Sequence[int]) -> int:
+        """How many of `rows` that wait are worth a batch behind the one that computes. `present`:
+        all rows that are here, in flight or not; `sizes`: what a batch may be padded to.
+
+        Clients that wait for their answers fall into step with the batches. In two groups each is
+        still on its way when the other has been computed, and the device starves; in three it does
+        not. And what is only a little more than a size is better that size now and a rest later.
+        """
+        if self._starved > _STARVED:
+            third = -(-present // 3)
+            rows = min(rows, min(sizes, key=lambda size: abs(size - third), default=third))
+        at = bisect.bisect_left(sizes, rows)
+        if 0 < at < len(sizes) and sizes[at] != rows:
+            lower, upper = sizes[at - 1], sizes[at]
+            quick, slow = self._took.get((key, lower)), self._took.get((key, upper))
+            if quick and slow and lower / quick > rows / slow:
+                rows = lower
+        return max(1, rows)
 
 
 class Room:

@@ -95,8 +95,13 @@ def ladder(most: int) -> list[int]:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """The ladder, and from 16 rows on what lies halfway: a batch is padded to the next size, and
-    40 rows that cost as much as 64 are felt."""
+    """The ladder, and from 16 rows on up to three sizes between its steps, 8 rows apart at least: a
+    batch is padded to the next size, and 40 rows that cost as much as 64 are felt."""
     steps = ladder(most)
-    halfway = [3 * rows // 2 for rows in steps if rows >= 16 and 3 * rows // 2 < most]
-    return sorted({*steps, *halfway})
+    between = (
+        size
+        for rows in steps
+        if rows >= 16
+        for size in range(rows, min(2 * rows, most), max(8, rows // 4))
+    )
+    return sorted({*steps, *between})

@@ -52,8 +52,11 @@ class Found:
     hangs: dict[str, list[Hung]] = field(default_factory=lambda: {kind: [] for kind in HANGS})
 
 
-async def kill_one(server: Server, watch_s: float) -> Killed:
-    """SIGKILL to the worker that answered last, under clients in closed loop."""
+async def kill_one(server: Server, watch_s: float, at_once: int) -> Killed:
+    """SIGKILL to the worker that answered last, under clients in closed loop.
+
+    `at_once`: batches that execute in a worker of gpusup at a time.
+    """
     clients = Clients(
         url=server.url, count=CLIENTS, body=lambda: request("slow", ms=SLOW_MS),
         timeout_s=CLIENT_TIMEOUT_S,
@@ -74,9 +77,10 @@ async def kill_one(server: Server, watch_s: float) -> Killed:
     after = [answer for answer in clients.answers if answer.ended > killed]
     fresh = [answer.ended for answer in after if _is_new(answer, before)]
     errors = Counter(answer.what for answer in after if answer.what != "ok")
-    # One request at a time executes in a worker here, so one may fail: in a peer in any way, in
-    # gpusup only as it promises.
-    executing = min(1, errors["http-502"] if server.name == GPUSUP else errors.total())
+    # One request is a batch here, so as many may fail as batches execute: in gpusup only as it
+    # promises, in a peer one in any way.
+    ours = server.name == GPUSUP
+    executing = min(at_once, errors["http-502"]) if ours else min(1, errors.total())
     return Killed(
         to_answer_s=min(fresh) - killed if fresh else None,
         executing_errors=executing,
@@ -135,14 +139,15 @@ def _serving(name: str, workers: int, setting: Setting) -> Iterator[Server]:
 def measure(name: str, setting: Setting, found: Found) -> None:
     """One round for one server: a kill among two workers, each hang, a kill of the only worker."""
     watch_s = 5.0 if setting.quick else 15.0
+    at_once = 2 if setting.gpu else 1  # on a GPU the next batch is launched while one computes
     with _serving(name, 2, setting) as server:
-        found.kills.append(asyncio.run(kill_one(server, watch_s)))
+        found.kills.append(asyncio.run(kill_one(server, watch_s, at_once)))
     for kind in HANGS:
         with _serving(name, 2, setting) as server:
             found.hangs[kind].append(asyncio.run(hang_one(server, kind, watch_s)))
     if name == GPUSUP:
         with _serving(name, 1, setting) as server:
-            found.alone.append(asyncio.run(kill_one(server, watch_s)))
+            found.alone.append(asyncio.run(kill_one(server, watch_s, at_once)))
 
 
 def recovery(setting: Setting) -> Result:
@@ -176,7 +181,8 @@ def recovery(setting: Setting) -> Result:
     result.notes = [
         f"kill: SIGKILL to one of two workers under {CLIENTS} clients of a {SLOW_MS} ms handler; "
         "answers again: the first answer of a process that was not there before",
-        "executing: at most one error (from gpusup: a 502), for the request that ran in the killed "
+        "executing: at most one error (from gpusup: a 502; on a GPU two, since the next batch is "
+        "launched while one computes), for the request that ran in the killed "
         "worker; every other error counts as another client's",
         f"hang: a handler asleep in C without or with the interpreter's lock; budget "
         f"{BUDGET_S:g} s, for peers the time-out they have; 'never' means not while we watched",

@@ -242,3 +242,19 @@ def leave(gone: list[int], inside: set[int], left: set[int]) -> None:
         assert name not in left
         inside.discard(name)
         left.add(name)
+
+
+def test_what_is_not_worth_it_now_stays_first_in_line(batcher: Batcher) -> None:
+    units = [unit(n, arrived=0.0) for n in range(6)]
+    for each in units:
+        batcher.add(each)
+    asked: list[tuple[object, int]] = []
+
+    def portion(key: object, rows: int) -> int:
+        asked.append((key, rows))
+        return 4
+
+    assert batcher.take(9.0, idle=True, portion=portion) == units[:4]
+    assert asked == [(units[0].key, 6)]
+    assert batcher.take(9.0, idle=True) == units[4:]
+    assert batcher.rows == 0

@@ -62,10 +62,55 @@ def test_a_launch_that_takes_long_is_begun_earlier() -> None:
 @pytest.mark.parametrize(
     ("most", "sizes"),
     [(1, [1]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20]),
-     (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]), (80, [1, 2, 4, 8, 16, 24, 32, 48, 64, 80])],
+     (64, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
+     (100, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100])],
 )  # fmt: skip
 def test_graphs_lie_close_where_padding_costs_most(most: int, sizes: list[int]) -> None:
     assert graph_sizes(most) == sizes
+
+
+SIZES = [8, 16, 24, 32, 40, 48, 56, 64]
+
+
+def test_a_little_more_than_a_size_is_taken_as_that_size() -> None:
+    pace = Pace()
+    assert pace.portion(KEY, 50, 200, SIZES) == 50  # nothing is known yet
+    pace.landed(KEY, 48, 3.27e-3)
+    pace.landed(KEY, 56, 3.75e-3)
+    assert pace.portion(KEY, 50, 200, SIZES) == 48
+    assert pace.portion(KEY, 56, 200, SIZES) == 56
+    assert pace.portion(KEY, 64, 200, SIZES) == 64
+    assert pace.portion(KEY, 5, 5, SIZES) == 5
+    assert pace.portion(KEY, 50, 200, []) == 50
+
+
+def starve(pace: Pace, gap: float) -> None:
+    """Batches of 64 in 4 ms, and between two of them nothing for so long."""
+    now = 10.0
+    for _ in range(100):
+        pace.launched(KEY, 64, now, alone=True)
+        now += 4e-3
+        pace.landed(KEY, 64, 4e-3, now)
+        now += gap
+
+
+def test_a_device_that_starves_gets_a_third_of_what_is_there() -> None:
+    pace = Pace()
+    assert pace.portion(KEY, 64, 128, SIZES) == 64
+    starve(pace, 0.5e-3)
+    assert pace.portion(KEY, 64, 128, SIZES) == 40
+    assert pace.portion(KEY, 64, 256, SIZES) == 64
+    assert pace.portion(KEY, 64, 128, []) == 43
+    assert pace.portion(KEY, 1, 1, SIZES) == 1
+    for _ in range(100):
+        pace.launched(KEY, 64, 20.0)  # behind another one: it starves no more
+    assert pace.portion(KEY, 64, 128, SIZES) == 64
+
+
+def test_an_idle_service_is_not_a_starving_device() -> None:
+    pace = Pace()
+    starve(pace, 0.1)
+    assert pace.portion(KEY, 64, 128, SIZES) == 64
 
 
 def test_one_slow_batch_does_not_make_the_later_ones_late() -> None:
