@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from gpusup.conf.schema import Config
 from gpusup.supervisor.wire import (
@@ -33,6 +34,9 @@ from .queue import Deadlines
 from .routes import choose
 from .suspects import REFUSED, Suspects
 from .workers import Entry, Worker, Workers
+
+#: Who was the only one here for so long is alone.
+_ALONE_S: Final = 0.02
 
 
 class Lines:
@@ -66,6 +70,7 @@ class Lines:
         self.models: dict[str, ModelInfo] = {}
         self.used: set[str] = set()
         self.in_flight = 0  # requests from admission to answer
+        self._crowded_at = 0.0  # when the last one came that was not the only one
         self.snapshot = Snapshot(
             serial=0, routes=(), models=(), devices=(), ready=False, draining=False,
             reason="the supervisor has not said anything yet",
@@ -165,6 +170,8 @@ class Lines:
         self._active[lane] = None
         self.room()
         self.in_flight += 1
+        if self.in_flight > 1:
+            self._crowded_at = entry.arrived
 
     def _unqueue(self, lane: Lane, entry: Entry) -> None:
         lane.queue.discard(entry)
@@ -189,8 +196,13 @@ class Lines:
             loop.call_soon(loop.call_soon, self._pump)
 
     def hurry(self) -> None:
-        """After an admission: if nobody else is here, there is nothing that could go along."""
-        if self.in_flight == 1 and self._woken:
+        """After an admission: if nobody else is here, there is nothing that could go along.
+
+        Nobody else has been for a while: clients who were answered in one frame are back within
+        moments of each other, and the first of them is not alone.
+        """
+        alone = time.monotonic() - self._crowded_at > _ALONE_S
+        if alone and self.in_flight == 1 and self._woken:
             self._pump()
 
     def _pump(self) -> None:

@@ -70,6 +70,13 @@ async def test_a_lone_request_goes_at_once_and_a_second_one_with_those_of_its_tu
     for item in list(worker.items):
         worker.reply(item)
     await until(lambda: len(ends.answers) == 3)
+    # The first of those who come back is not alone, although nobody else is here yet.
+    dispatcher.begin(world.call(), ends)
+    dispatcher.hurry()
+    assert dispatcher.flights() == {}
+    await flying(worker, 1)
+    worker.reply(worker.items[0])
+    await until(lambda: len(ends.answers) == 4)
     world.clean()
 
 
