@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import subprocess
@@ -252,6 +253,9 @@ def naive(
         )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}/predict"
+            found["server"] = (
+                "fastapi" if importlib.util.find_spec("fastapi") else "aiohttp in its place"
+            )
             if not until_it_answers(url, process, 90):
                 log.seek(0)
                 raise RuntimeError(f"the naive server did not start: {log.read()[-1500:]!r}")
