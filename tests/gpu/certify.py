@@ -9,13 +9,17 @@ the command with what else is given. Needs torchvision. With --cpu: tried out on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import tempfile
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import torchvision
+from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
 CONFIG = """\
@@ -40,8 +44,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true")
     args, words = parser.parse_known_args()
+    if old := too_old():
+        print(f"not what gpusup needs: {', '.join(old)}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="gr-") as folder:
         return certify(Path(folder), args.out, args.cpu, words)
+
+
+def too_old() -> list[str]:
+    """Packages outside of what pyproject.toml allows, as where gpusup was not installed by pip:
+    with an aiohttp below the floor, slow heads and idle connections are not closed."""
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        wanted = tomllib.load(file)["project"]["dependencies"]
+    old: list[str] = []
+    for each in map(Requirement, wanted):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if (found := metadata.version(each.name)) not in each.specifier:
+                old.append(f"{each.name} {found}, wanted {each.specifier}")
+    return old
 
 
 def certify(folder: Path, out: Path, cpu: bool, words: list[str]) -> int:
