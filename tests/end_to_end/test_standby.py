@@ -67,6 +67,7 @@ def test_at_a_death_the_standby_is_the_new_worker_and_another_one_follows(
     assert following["generation"] == before["generation"] + 1
 
 
+@pytest.mark.slow  # decided in pure tests too; each waits until a worker has been well
 def test_its_own_death_is_told_and_hurts_nobody(service: Service) -> None:
     before = held(service)
     with Load(service, "/predictions/only", clients=2) as load:
@@ -115,6 +116,7 @@ def test_a_drain_takes_it_along_and_it_comes_back(service: Service) -> None:
     held(service)
 
 
+@pytest.mark.slow
 def test_an_upgrade_in_place_takes_it_along(service: Service) -> None:
     before = held(service)
     done = service.ctl("reexec")
@@ -128,6 +130,7 @@ def test_an_upgrade_in_place_takes_it_along(service: Service) -> None:
     assert service.slot("cpu0")["pid"] == before["standby_pid"]
 
 
+@pytest.mark.slow
 def test_the_file_switches_it_on_and_off_and_the_worker_stays(service: Service) -> None:
     before = held(service)
     text = service.config_path.read_text()
