@@ -31,17 +31,11 @@ TOP = 12
 
 
 def config(net: str, cpu: bool, proxies: int, rows: int) -> str:
-    return (
-        f"[server]\nproxies = {proxies}\n{rig.PRELOAD}{rig.devices(cpu)}"
-        "[models.resnet]\n"
-        f'handler = "{rig.HERE}/handlers.py:{NETS[net]}"\n'
-        f'weights = "{work.weights_file(net)}"\n'
-        f"max_rows = {rows}\n"
-        "buckets = [[3, 224, 224]]\n"
-        "workers = 1\n"
-        'wait = "2ms"\n'
-        f'dtype = "{"model" if cpu else "fp16"}"\n'
-    )
+    model = rig.resnet(
+        cpu, handler=f"{rig.HERE}/handlers.py:{NETS[net]}", weights=work.weights_file(net),
+        max_rows=rows, wait="2ms", dtype="model" if cpu else "fp16",
+    )  # fmt: skip
+    return f"[server]\nproxies = {proxies}\n{rig.PRELOAD}{rig.devices(cpu)}{model}"
 
 
 def totals(service: Service) -> dict[str, float]:
