@@ -271,23 +271,8 @@ def test_whatever_happens_there_is_one_worker_and_at_most_one_beside_it(seed: in
         alive = world.alive(slot)
         try:
             match rng.randrange(12):
-                case 0:
-                    world.verb(verbs.drain, slot, world.now, "walk", None)
-                case 1 | 2:
-                    world.verb(verbs.uncordon, slot, world.now)
-                case 3:
-                    world.verb(verbs.restart, slot, world.now)
-                case 4:
-                    wish = ReloadWish(
-                        version=str(rng.randrange(1, 9)),
-                        strategy=rng.choice(("auto", "surge", "in-place")),
-                        canary=rng.choice((0.0, 0.0, 0.5)),
-                    )
-                    world.verb(verbs.reload, rng.choice("mn"), wish, world.now)
-                case 5:
-                    world.verb(rng.choice((verbs.promote, verbs.rollback)), "m", world.now)
-                case 6:
-                    world.verb(verbs.abort, str(rng.randrange(1, 9)), world.now)
+                case deed if deed < 7:
+                    world.operate(rng, deed, slot, "mn")
                 case 7 | 8 if alive:
                     world.die(slot, rng.choice(alive).launch.generation, rng.choice((-9, 1, 78)))
                 case 9:

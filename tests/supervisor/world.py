@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from gpusup.conf.schema import Config, DevicesConfig, ModelConfig
 from gpusup.supervisor import actions as act
 from gpusup.supervisor import events as ev
+from gpusup.supervisor import verbs
 from gpusup.supervisor.fleet import Fleet
 from gpusup.supervisor.layout import DevicePlace
 from gpusup.supervisor.life import Life, State
@@ -98,6 +99,29 @@ class World:
     def post(self, event: ev.Event) -> None:
         self._events.append(event)
         self.do([])
+
+    def operate(self, rng: random.Random, deed: int, slot: str, models: str = "m") -> None:
+        """What an operator may do at random, a `deed` below 7: drain, uncordon, restart, reload one
+        of `models`, end m's change or any. Raises Refused."""
+        match deed:
+            case 0:
+                self.verb(verbs.drain, slot, self.now, "walk", None)
+            case 1 | 2:
+                self.verb(verbs.uncordon, slot, self.now)
+            case 3:
+                self.verb(verbs.restart, slot, self.now)
+            case 4:
+                wish = verbs.ReloadWish(
+                    version=str(rng.randrange(1, 9)),
+                    strategy=rng.choice(("auto", "surge", "in-place")),
+                    canary=rng.choice((0.0, 0.0, 0.5)),
+                )
+                model = rng.choice(models) if len(models) > 1 else models
+                self.verb(verbs.reload, model, wish, self.now)
+            case 5:
+                self.verb(rng.choice((verbs.promote, verbs.rollback)), "m", self.now)
+            case _:
+                self.verb(verbs.abort, str(rng.randrange(1, 9)), self.now)
 
     def verb(self, verb: Callable[..., object], *args: object) -> object:
         result = verb(self.fleet, *args)
