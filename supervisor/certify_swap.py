@@ -25,6 +25,8 @@ TITLE: Final = "Swap: versions change under load; a failing one is taken back"
 #: Answers after each swap that count as first.
 FIRST: Final = 5
 GONE_LIMIT_S: Final = 10.0
+#: About so many requests at least meet the failing version.
+MEANWHILE: Final = 10
 BROKEN: Final = "gpusup.worker.certify_faults:Broken"
 
 
@@ -47,6 +49,7 @@ async def run(bench: Bench, result: Result) -> None:
     spans: list[tuple[float, float]] = []
     states: list[str] = []
     left: list[str] = []
+    failures: list[str] = []
     async with bench.load.running(rate) as samples:
         await asyncio.sleep(bench.profile.calm_s)
         for number in range(swaps):
@@ -59,6 +62,9 @@ async def run(bench: Bench, result: Result) -> None:
             change = await target.change(path, {"version": version})
             spans.append((began, time.monotonic()))
             states.append(change["state"])
+            if change["state"] != "done":  # then the old ones are to stay
+                failures.append(str(change.get("text", "")).partition("\n")[0])
+                continue
             old_pids |= before
             if lingering := await _lingering(before):
                 left.append(lingering)
@@ -78,7 +84,8 @@ async def run(bench: Bench, result: Result) -> None:
     }  # fmt: skip
     result.check(
         "swaps came to their end", set(states) == {"done"},
-        f"{states.count('done')} of {swaps} done, {ms(percentile(took, 0.5))} each (median)",
+        f"{states.count('done')} of {swaps} done, {ms(percentile(took, 0.5))} each (median)"
+        + (f"; {failures[0][:160]}" if failures else ""),
     )  # fmt: skip
     result.check(
         "in-flight requests complete", found.clean,
@@ -262,7 +269,7 @@ async def _rollback(bench: Bench, result: Result, rate: float) -> None:
             path.write_text(good)
         with contextlib.suppress(CertifyError):
             await target.until("the return of all workers", all_ready, 60.0)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(max(0.5, MEANWHILE / rate))
     result.samples += samples
     found = summary(samples, rate)
     with contextlib.suppress(CertifyError):  # the file says again what is served

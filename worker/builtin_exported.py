@@ -123,7 +123,8 @@ def load_program(path: Path, device: torch.device) -> Program:
 
 
 def _exported(path: Path, device: torch.device) -> Program:
-    program = torch.export.load(str(path))
+    with torch.device("cpu"):  # where the file's tensors are put together, whatever the default
+        program = torch.export.load(str(path))
     if device.type != "cpu":
         from torch.export.passes import move_to_device_pass
 

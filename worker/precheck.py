@@ -69,14 +69,16 @@ def load_problem(handler: type[Any], config: dict[str, Any], weights: str, versi
         equip(model, config, weights)
         with torch.device("meta"):
             model.load(torch.device("meta"), version)
-    except ConfigProblem as problem:
-        return str(problem)
     except NotImplementedError:
         return ""
     except Exception as error:
+        # What PyTorch's meta device can't do is no verdict on the model, wrapped or not.
+        inner = error.__cause__ or error
+        if not isinstance(inner, ConfigProblem) and "meta" in str(inner).lower():
+            return ""
+        if isinstance(error, ConfigProblem):
+            return str(error)
         text = f"{type(error).__name__}: {error}"
-        if "meta" in text.lower():
-            return ""  # of things that PyTorch's meta device can't do: no verdict on the model
         return f"load fails: {' '.join(text.split())[:500]}"
     return ""
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from gpusup.worker.builtin_exported import Exported
 from gpusup.worker.builtin_image import ImageClassifier, read_labels
 from gpusup.worker.model import ConfigProblem, InvalidInput, Model, Request
+from gpusup.worker.precheck import load_problem
 
 CPU = torch.device("cpu")
 
@@ -180,6 +181,42 @@ def test_labels_may_be_json(tmp_path: Path) -> None:
     assert read_labels(tmp_path / "labels.json") == ["a", "b"]
 
 
+def checked(model: Model, weights: Path, **settings: Any) -> str:
+    """What the look before a swap says: it loads on the device that has no memory."""
+    return load_problem(type(model), {"settings": settings}, str(weights), "2")
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
+def test_an_image_classifier_passes_the_check_before_a_swap(colours: Path, name: str) -> None:
+    assert not checked(ImageClassifier(), colours / name, network=f"{colours}/net.py:Colours")
+
+
+def test_the_check_before_a_swap_finds_weights_of_another_network(colours: Path) -> None:
+    save_file({"other": torch.zeros(3)}, str(colours / "w.safetensors"))
+    said = checked(ImageClassifier(), colours / "w.safetensors", network=f"{colours}/net.py:Colours")
+    assert "does not fit" in said
+
+
+@pytest.mark.parametrize("name", ["any.pt2", "two.pt2", "script.pt"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_program_passes_the_check_before_a_swap(scorer: tuple[Scorer, Path], name: str) -> None:
+    assert not checked(Exported(), scorer[1] / name)
+
+
+class OnCpuOnly(Model):
+    """As a handler that wraps whatever its library says."""
+
+    def load(self, device: torch.device, version: str) -> None:
+        try:
+            raise RuntimeError(f"device {device} is invalid")
+        except RuntimeError as error:
+            raise ConfigProblem(f"cannot read {self.weights}: {error}") from error
+
+
+def test_what_the_meta_device_can_not_do_is_no_verdict(tmp_path: Path) -> None:
+    assert not checked(OnCpuOnly(), tmp_path / "w")
+
+
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny classifier with random weights and a word tokenizer, saved as a folder."""
@@ -215,6 +252,12 @@ def test_text_classification_needs_a_folder_only(text_model: Path) -> None:
     assert answer["probability"] == max(answer["scores"].values())
     alone = model.forward(items[0][None])
     assert torch.allclose(alone[0], rows[0], atol=1e-5)
+
+
+def test_a_text_model_passes_the_check_before_a_swap(text_model: Path) -> None:
+    from gpusup.worker.builtin_transformers import TextClassification
+
+    assert not checked(TextClassification(), text_model)
 
 
 def test_embeddings_do_not_depend_on_their_neighbours(text_model: Path) -> None:
