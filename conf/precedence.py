@@ -8,6 +8,8 @@ from typing import Final
 
 #: What serves goes before what merely computes. As in gpusup.service.
 NICE: Final = -10
+#: The same for a group of the scheduler.
+GROUP_NICE: Final = -20
 
 
 def prefer(pid: int) -> bool:
@@ -25,8 +27,12 @@ def prefer(pid: int) -> bool:
 
 def follow(pid: int = 0) -> None:
     """Make a new session count as its process does: where the kernel groups sessions (see
-    sched(7), the autogroup feature), each begins as an equal of all others. 0: our own."""
+    sched(7), the autogroup feature), each begins as an equal of all others. 0: our own.
+
+    What goes first goes first by as much as can be: a group's weight is shared out among the cores
+    that it runs on, so that eight threads of a group at -10 weigh no more than eight at 0.
+    """
     with suppress(OSError):
         if nice := os.getpriority(os.PRIO_PROCESS, pid):
             with open(f"/proc/{pid or 'self'}/autogroup", "w") as group:
-                group.write(str(nice))
+                group.write(str(nice if nice > 0 else GROUP_NICE))

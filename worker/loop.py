@@ -40,13 +40,6 @@ _log = logging.getLogger(__name__)
 _OFTEN: Final = 32
 #: Longest sleep of the loop; between sleeps it looks at what nobody rings for.
 _LONGEST_S: Final = 1.0
-#: A wait shorter than this is not worth a sleep.
-_SHORT_S: Final = 100e-6
-#: While a batch computes, this often it is looked at; longer steps where it should take long.
-_LOOK_S: Final = 100e-6
-_LONG_LOOK_S: Final = 500e-6
-#: A batch that ends within this time is simply waited for, if nothing else is there to do.
-_SOON_S: Final = 2e-3
 #: A CPU slot that has been idle for so long gives back what its heap has kept, if it is much.
 _TIDY_S: Final = 0.1
 _KEPT_BYTES: Final = 32 * 2**20
@@ -183,15 +176,12 @@ class Loop:
     def _between(self, now: float) -> None:
         """One batch computes and no second one is ripe: gather more for as long as the device has
         something to do, but no longer."""
+        launched = self._flights[0]
         window = self.batcher.next_window()
-        pause = min(self._pace.next_due, window) - now
-        # With nothing to gather and the end near, its end is all there is to wait for: whoever
-        # comes meanwhile could not compute earlier either.
-        alone = pause < _SOON_S and window == math.inf and not self._desk.inbox
-        if pause > _SHORT_S and not alone and not self._flights[0].flight.done():
-            # In steps: how long it takes is a guess, and after a slow first batch a bad one.
-            step = max(_LOOK_S, min(pause / 8, _LONG_LOOK_S))
-            self._bell.wait(min(pause, step))
+        answered = self._active >= launched.began or bool(self._desk.inbox)
+        step = self._pace.gather(now, window, answered=answered)
+        if step and not launched.flight.done():
+            self._bell.wait(step)
         else:
             self._land(self._flights.popleft())
 
@@ -296,7 +286,7 @@ class Loop:
         else:
             size = padded(self._runner.steps(key), rows)
             spent = time.monotonic() - now
-            self._pace.launched(key, size, now, spent, alone=not self._flights)
+            self._pace.launched(key, size, now, spent)
             self._flights.append(_Launched(key, units, rows, size, work, flight, now))
         if failure is not None:
             # Those before it are answered first: they are not to be in the fence's way.
@@ -334,7 +324,7 @@ class Loop:
         took = self._ended(launched.work, launched.rows, launched.began)
         if self._device.kind == "cpu":
             self._tidy_at = self._active + _TIDY_S
-        self._pace.landed(launched.key, launched.size, took, self._active)
+        self._pace.landed(launched.key, launched.size, took)
         self._desk.budget_rows = self._room.landed(launched.rows, took)
         self._budgets.note(launched.key, took)
         for other in self._flights:

@@ -6,6 +6,7 @@ A batch that is launched earlier than need be is smaller than it could be; later
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,8 +17,16 @@ _LEAD_S: Final = 300e-6
 #: Batches vary; idling costs more than a smaller batch.
 _CAUTION: Final = 0.85
 _MOST_KEYS: Final = 1024
-#: A device that waits for longer than this share of its time is given smaller batches.
-_STARVED: Final = 0.02
+#: A batch takes at most this share of all rows that are here. Simulated with the times measured for
+#: ResNet-50 and 8 to 256 clients: above one half they fall into step, below 0.4 batches get small.
+_SHARE: Final = 0.48
+#: Smaller batches than this cost hardly less, so that dividing them gains nothing.
+_WHOLE: Final = 16
+#: While a batch computes, this often it is looked at; longer steps where it should take long.
+_LOOK_S: Final = 100e-6
+_LONG_LOOK_S: Final = 500e-6
+#: A batch that ends within this time is simply waited for, if nothing else is there to do.
+_SOON_S: Final = 2e-3
 #: From an answer to the same client's next request, under load: through the proxy and back.
 _AWAY_S: Final = 10e-3
 #: So many batches are taken at most for those that are away.
@@ -41,23 +50,15 @@ class Pace:
         self._idle_at = 0.0
         self._lead = _LEAD_S
         self._took: dict[tuple[Key, int], float] = {}
-        self._landed_at = 0.0
-        self._starved = 0.0  # share of the time in which the device waits for what is on its way
 
-    def launched(
-        self, key: Key, size: int, now: float, spent: float = _LEAD_S, *, alone: bool = False
-    ) -> None:
-        """At `now`; the device had it `spent` seconds later. `alone`: it had nothing else."""
+    def launched(self, key: Key, size: int, now: float, spent: float = _LEAD_S) -> None:
+        """At `now`; the device had it `spent` seconds later."""
         self._lead += 0.1 * (spent - self._lead)
         took = self._took.get((key, size), 0.0)
-        gap = now - self._landed_at if alone else 0.0
-        if gap < took:  # a longer one is an idle service, which tells nothing
-            self._starved += 0.05 * (gap / (took + gap) - self._starved)
         self._idle_at = max(self._idle_at, now) + took
         self.next_due = max(now, self._idle_at - (1 - _CAUTION) * took - self._lead)
 
-    def landed(self, key: Key, size: int, took: float, now: float = 0.0) -> None:
-        self._landed_at = now
+    def landed(self, key: Key, size: int, took: float) -> None:
         known = self._took.get((key, size))
         if known is None:
             if len(self._took) >= _MOST_KEYS:
@@ -67,17 +68,36 @@ class Pace:
             # Down at once, up slowly: one hiccup must not make all later ones late.
             self._took[key, size] = took if took < known else known + 0.1 * (took - known)
 
+    def gather(self, now: float, window: float, *, answered: bool) -> float:
+        """For how long to let rows come, before the batch that computes is looked at again; 0:
+        there is nothing but its end to wait for. `window`: when what waits is ripe, `math.inf` if
+        nothing waits; `answered`: somebody was since the launch, and may be back before the end.
+
+        Without that, and with the end near, whoever comes could not compute earlier either. With
+        it, who comes can be launched, and the device goes on without a gap.
+        """
+        pause = min(self.next_due, window) - now
+        nothing_waits = window == math.inf
+        if (not nothing_waits and pause <= 0) or (
+            nothing_waits and not answered and pause <= _SOON_S
+        ):
+            return 0.0
+        # In steps: how long it takes is a guess, and after a slow first batch a bad one.
+        step = max(_LOOK_S, min(pause / 8, _LONG_LOOK_S))
+        return min(pause, step) if pause > 0 else step
+
     def portion(self, key: Key, rows: int, present: int, sizes: Sequence[int]) -> int:
         """How many of `rows` that wait are worth a batch behind the one that computes. `present`:
         all rows that are here, in flight or not; `sizes`: what a batch may be padded to.
 
-        Clients that wait for their answers fall into step with the batches. In two groups each is
-        still on its way when the other has been computed, and the device starves; in three it does
-        not. And what is only a little more than a size is better that size now and a rest later.
+        Clients that wait for their answers fall into step with the batches: what is answered
+        together comes back together. A batch that takes all that waits leaves nothing for the next
+        one, and while the device is through with that, the rest is still on its way. With about
+        half of what is here in each, there is always another half. And what is only a little more
+        than a size is better that size now and a rest later.
         """
-        if self._starved > _STARVED:
-            third = -(-present // 3)
-            rows = min(rows, min(sizes, key=lambda size: abs(size - third), default=third))
+        share = max(_WHOLE, math.ceil(_SHARE * present))
+        rows = min(rows, min(sizes, key=lambda size: abs(size - share), default=share))
         at = bisect.bisect_left(sizes, rows)
         if 0 < at < len(sizes) and sizes[at] != rows:
             lower, upper = sizes[at - 1], sizes[at]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusup.conf.precedence import NICE, follow, prefer
+from gpusup.conf.precedence import GROUP_NICE, NICE, follow, prefer
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_child_goes_before_others_or_it_is_said_that_it_does_not(child: int) -
     assert nice_of(child) == (NICE if given else before)
     group = Path(f"/proc/{child}/autogroup")
     if given and group.exists() and (told := group.read_text()):
-        assert told.endswith(f"nice {NICE}\n")
+        assert told.endswith(f"nice {GROUP_NICE}\n")
 
 
 def test_what_is_not_allowed_or_gone_is_no_error(

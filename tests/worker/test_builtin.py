@@ -193,7 +193,9 @@ def test_an_image_classifier_passes_the_check_before_a_swap(colours: Path, name:
 
 def test_the_check_before_a_swap_finds_weights_of_another_network(colours: Path) -> None:
     save_file({"other": torch.zeros(3)}, str(colours / "w.safetensors"))
-    said = checked(ImageClassifier(), colours / "w.safetensors", network=f"{colours}/net.py:Colours")
+    said = checked(
+        ImageClassifier(), colours / "w.safetensors", network=f"{colours}/net.py:Colours"
+    )
     assert "does not fit" in said
 
 

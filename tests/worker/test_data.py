@@ -145,6 +145,7 @@ def test_the_arena_is_unmapped_once_nobody_looks_into_it(served: Served, connect
     proxy = connect(arena=arena, arena_bytes=4096)
     os.close(arena)
     assert "arena-of-this-test" in maps()
+    served.on_loop(lambda: None)  # the welcome goes out before the engine is told
     kept = served.engine.arena[10:20]
     proxy.sock.close()
     assert served.engine.dropped.wait(20)

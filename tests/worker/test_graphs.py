@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -84,33 +86,33 @@ def test_a_little_more_than_a_size_is_taken_as_that_size() -> None:
     assert pace.portion(KEY, 50, 200, []) == 50
 
 
-def starve(pace: Pace, gap: float) -> None:
-    """Batches of 64 in 4 ms, and between two of them nothing for so long."""
-    now = 10.0
-    for _ in range(100):
-        pace.launched(KEY, 64, now, alone=True)
-        now += 4e-3
-        pace.landed(KEY, 64, 4e-3, now)
-        now += gap
-
-
-def test_a_device_that_starves_gets_a_third_of_what_is_there() -> None:
+def test_a_batch_leaves_about_half_for_the_next_one() -> None:
     pace = Pace()
+    assert pace.portion(KEY, 64, 96, SIZES) == 48  # 64 wait, 32 are computed
     assert pace.portion(KEY, 64, 128, SIZES) == 64
-    starve(pace, 0.5e-3)
-    assert pace.portion(KEY, 64, 128, SIZES) == 40
-    assert pace.portion(KEY, 64, 256, SIZES) == 64
-    assert pace.portion(KEY, 64, 128, []) == 43
+    assert pace.portion(KEY, 64, 100, []) == 48
+    assert pace.portion(KEY, 20, 24, SIZES) == 16  # less is not worth a division
+    assert pace.portion(KEY, 12, 13, SIZES) == 12
     assert pace.portion(KEY, 1, 1, SIZES) == 1
-    for _ in range(100):
-        pace.launched(KEY, 64, 20.0)  # behind another one: it starves no more
-    assert pace.portion(KEY, 64, 128, SIZES) == 64
 
 
-def test_an_idle_service_is_not_a_starving_device() -> None:
+def test_rows_are_gathered_until_the_next_batch_is_due() -> None:
     pace = Pace()
-    starve(pace, 0.1)
-    assert pace.portion(KEY, 64, 128, SIZES) == 64
+    pace.landed(KEY, 8, 0.1)
+    pace.launched(KEY, 8, 10.0, 0.0)
+    assert 0 < pace.gather(10.0, 10.02, answered=False) < 0.001
+    assert 0 < pace.gather(pace.next_due - 1e-5, 10.2, answered=False) <= 1.1e-5
+    assert pace.gather(pace.next_due, 10.2, answered=False) == 0  # not ripe, and late already
+
+
+def test_who_was_answered_since_the_launch_is_waited_for_to_the_end() -> None:
+    """Else the device is through before their next requests are seen, each time."""
+    pace = Pace()
+    pace.landed(KEY, 8, 0.004)
+    pace.launched(KEY, 8, 10.0)
+    assert pace.gather(10.002, math.inf, answered=False) == 0
+    for now in (10.002, pace.next_due, 10.0039, 10.1):
+        assert 0 < pace.gather(now, math.inf, answered=True) < 0.001
 
 
 def test_one_slow_batch_does_not_make_the_later_ones_late() -> None:
