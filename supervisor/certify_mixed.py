@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from .certify_bench import Bench
 from .certify_math import Ratio, Sample, percentile, ratio, summary
+from .certify_meter import metered
 from .certify_ramp import ms, per_s, told
 from .certify_result import Result
 
@@ -50,6 +51,7 @@ async def run(bench: Bench, result: Result) -> None:
     calm: list[float] = []
     busy: list[float] = []
     loaded: list[Sample] = []
+    bare: tuple[list[float], list[float]] = ([], [])
     foreign = ""
     found = Ratio(value=math.nan, low=math.nan, high=math.nan)
     with _disk_file(bench.target.folder) as disk:
@@ -58,11 +60,12 @@ async def run(bench: Bench, result: Result) -> None:
                 bench.progress.step(
                     "mixed: calm and busy windows in turn", number / profile.windows
                 )
-                samples = await bench.load.run(rate, profile.window_s)
+                async with metered(bare[0]):
+                    samples = await bench.load.run(rate, profile.window_s)
                 result.samples += samples
                 calm.append(percentile([s.latency for s in samples], 0.5))
                 bench.mark(result, "hogs")
-                async with _hogs(disk, gpus) as foreign:
+                async with _hogs(disk, gpus) as foreign, metered(bare[1]):
                     samples = await bench.load.run(rate, profile.window_s)
                 bench.mark(result, "calm")
                 result.samples += samples
@@ -75,12 +78,15 @@ async def run(bench: Bench, result: Result) -> None:
     result.figures = {
         "rate": round(rate, 1), "windows": len(busy), "calm_p50_s": calm, "busy_p50_s": busy,
         "change": found.value - 1, "change_low": found.low - 1, "change_high": found.high - 1,
-        "busy_p99_s": met.p99, "hogs": _words(),
+        "busy_p99_s": met.p99, "hogs": _words(), "bare_s": bare,
     }  # fmt: skip
     words = (
         f"p50 changes by {found.value - 1:+.0%} (95 %: {found.low - 1:+.0%} to "
         f"{found.high - 1:+.0%}) over {len(busy)} pairs of windows at {per_s(rate)}"
     )
+    if all(len(each) > 1 for each in bare):
+        longer = ratio(bare[1], bare[0]).value - 1
+        words += f"; of that, a bare loop with the same precedence sees {longer:+.0%}"
     if not gpus:
         result.skip(
             "latency change below 15 %",

@@ -21,6 +21,7 @@ from PIL import Image
 
 from gpusup.conf.load import ConfigError, load
 from gpusup.conf.schema import ServerConfig
+from gpusup.supervisor import certify_meter
 from gpusup.supervisor.__main__ import main
 from gpusup.supervisor.certify import parse_only, parse_sla
 from gpusup.supervisor.certify_attacks import Attack, attacks, gzip_bomb, png_bomb, png_head
@@ -352,3 +353,21 @@ def test_an_interrupted_soak_goes_on_where_it_was(tmp_path: Path) -> None:
     save_past(path, key, 120.0, 1200, 1)
     assert load_past(path, key) == (120.0, 1200, 1)
     assert load_past(path, {"profile": "soak", "model": "other"}) == (0.0, 0, 0)
+
+
+def test_the_meter_gives_the_time_of_a_bare_loop() -> None:
+    process = certify_meter.start()
+    assert process.stdout is not None
+    try:
+        times = [float(process.stdout.readline()) for _ in range(3)]
+    finally:
+        process.kill()
+        process.communicate()
+    assert all(0 < each < 10 for each in times)
+
+
+async def test_a_meter_without_time_for_a_loop_adds_nothing() -> None:
+    found: list[float] = []
+    async with certify_meter.metered(found):
+        pass
+    assert found == []
