@@ -109,10 +109,12 @@ def run(args: argparse.Namespace) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("gpusup certify: interrupted\n")
         return INTERRUPTED
+    if report.interrupted:
+        sys.stderr.write("gpusup certify: interrupted\n")
     sys.stdout.write(f"{report.headline} in {time.monotonic() - began:.0f} s\n")
     for path in report.files:
         sys.stdout.write(f"  {path}\n")
-    return exit_code(report.results)
+    return INTERRUPTED if report.interrupted else exit_code(report.results)
 
 
 def _options(args: argparse.Namespace) -> Options:

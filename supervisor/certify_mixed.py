@@ -18,7 +18,7 @@ from .certify_bench import Bench
 from .certify_math import Ratio, Sample, percentile, ratio, summary
 from .certify_meter import metered
 from .certify_ramp import ms, per_s, told
-from .certify_result import Result
+from .certify_result import Result, Verdict
 
 TITLE: Final = "Mixed: CPU hogs on all cores, disk reads, a foreign process on the GPU"
 CHANGE_LIMIT: Final = 1.15
@@ -84,9 +84,9 @@ async def run(bench: Bench, result: Result) -> None:
         f"p50 changes by {found.value - 1:+.0%} (95 %: {found.low - 1:+.0%} to "
         f"{found.high - 1:+.0%}) over {len(busy)} pairs of windows at {per_s(rate)}"
     )
-    if all(len(each) > 1 for each in bare):
-        longer = ratio(bare[1], bare[0]).value - 1
-        words += f"; of that, a bare loop with the same precedence sees {longer:+.0%}"
+    machine = ratio(bare[1], bare[0]) if all(len(each) > 1 for each in bare) else None
+    if machine is not None:
+        words += f"; a bare loop with the same precedence sees {machine.value - 1:+.0%}"
     if not gpus:
         result.skip(
             "latency change below 15 %",
@@ -95,12 +95,20 @@ async def run(bench: Bench, result: Result) -> None:
         )
         result.skip("a foreign process on the GPU", "there is no GPU here")
     else:
+        name = "latency change below 15 %, or admission that says why"
         admitted = met.refused > 0 and all(code for code in met.codes)
-        result.check(
-            "latency change below 15 %, or admission that says why",
-            found.value < CHANGE_LIMIT or (found.low <= CHANGE_LIMIT and admitted),
-            words + (f"; refused with a reason: {told(met.codes)}" if met.refused else ""),
-        )
+        words += f"; refused with a reason: {told(met.codes)}" if met.refused else ""
+        verdict = judge(found, machine, admitted=admitted)
+        if verdict == "skipped":
+            assert machine is not None
+            result.skip(
+                name,
+                f"{words}. So this machine's cores slow each other down by more than the limit, "
+                f"which no server can win back; ours adds {found.value / machine.value - 1:+.0%} "
+                f"to that. For cores of its own see docs/certify.md",
+            )
+        else:
+            result.check(name, verdict == "passed", words)
         result.check("a foreign process on the GPU", bool(foreign), foreign or "it did not start")
     sla = bench.options.sla
     reached = percentile([s.latency for s in loaded if s.status not in (429, 503)], sla.share)
@@ -114,6 +122,19 @@ async def run(bench: Bench, result: Result) -> None:
         + (f"; {told(met.codes)}" if met.codes else ""),
     )  # fmt: skip
     await bench.check_ooms(result, ooms)
+
+
+def judge(change: Ratio, machine: Ratio | None, *, admitted: bool) -> Verdict:
+    """`change` of the latency; `machine`: the same of a loop that only computes, None: unknown.
+
+    Where the loop alone is slowed down by more than the limit, and the service by less than the
+    limit more than that, the machine can't show what is asked.
+    """
+    if change.value < CHANGE_LIMIT or (change.low <= CHANGE_LIMIT and admitted):
+        return "passed"
+    if machine is not None and machine.value >= CHANGE_LIMIT > change.value / machine.value:
+        return "skipped"
+    return "failed"
 
 
 def _words() -> str:

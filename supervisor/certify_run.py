@@ -55,6 +55,7 @@ class Report:
     headline: str
     results: list[Result]
     files: list[Path]
+    interrupted: bool = False
 
 
 def exit_code(results: Sequence[Result]) -> int:
@@ -80,7 +81,10 @@ def headline(results: Sequence[Result]) -> str:
 
 
 async def certify(options: Options, names: Sequence[str], shown: Shown) -> Report:
-    """All of it, report included. Raises ConfigError, CertifyError when nothing can be tested."""
+    """All of it, report included. Raises ConfigError, CertifyError when nothing can be tested.
+
+    Cancelled, it reports the tests that had ended by then; asyncio.CancelledError if none had.
+    """
     if not options.url:
         load_file(options.config)  # what is wrong with it is said before a folder is made
     _make_folder(options.report)
@@ -89,6 +93,7 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
     machine: Machine | None = None
     groups = [tuple(TESTS)] if options.url else list(GROUPS)
     knee, number, began = 0.0, 0, time.time()
+    interrupted = False
     try:
         for group in groups:
             mine = [name for name in group if name in names]
@@ -113,6 +118,14 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
                     facts.setdefault("model", target.model)
                     facts.setdefault("start_s", round(target.start_s, 2))
                     facts.setdefault("marks", _watermarks(target))
+    except asyncio.CancelledError:
+        if not results:
+            raise
+        interrupted = True
+        for name in names:
+            if name not in {r.name for r in results}:
+                why = "interrupted before its end"
+                results.append(Result(name, _MODULES[name].TITLE, skipped=why))
     except (CertifyError, LoadError, OSError) as error:
         if not results:
             raise
@@ -129,7 +142,7 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
     files = write_all(
         options, title, results, machine=machine, facts=facts, series=series.values, began=began
     )
-    return Report(headline=title, results=results, files=files)
+    return Report(headline=title, results=results, files=files, interrupted=interrupted)
 
 
 def _make_folder(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -92,6 +94,28 @@ def test_a_running_service_is_not_hurt_unasked(service: Service, short_path: Pat
     assert code == 3, output
     assert all("--allow-faults" in test["skipped"] for test in report["tests"])
     assert service.pids() == before
+
+
+def test_what_was_found_before_an_interruption_is_reported(short_path: Path) -> None:
+    words = ("--profile", "quick", "--only", "load,stability", "--rate", "50", "--scale", "0.1")
+    argv = [sys.executable, "-m", "gpusup.supervisor", "certify", *words, "--report", "report"]
+    output = ""
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=short_path,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as command:  # fmt: skip
+        assert command.stdout is not None
+        for line in command.stdout:
+            output += line
+            if line.startswith("[2/2]"):
+                command.send_signal(signal.SIGINT)
+    assert command.returncode == 130, output
+    assert "gpusup certify: interrupted\n" in output
+    assert "Traceback" not in output
+    report = json.loads((short_path / "report" / "report.json").read_text())
+    load, stability = report["tests"]
+    assert load["figures"]["highest_rate"] > 0
+    assert stability["skipped"] == "interrupted before its end"
 
 
 def test_nobody_there_is_one_clear_line(short_path: Path) -> None:

@@ -29,7 +29,8 @@ from gpusup.supervisor.certify_bodies import image, read_sizes, sizes_seen, tens
 from gpusup.supervisor.certify_faults import _kill
 from gpusup.supervisor.certify_hostile import count_records
 from gpusup.supervisor.certify_load import Body, Load
-from gpusup.supervisor.certify_math import Sample
+from gpusup.supervisor.certify_math import Ratio, Sample
+from gpusup.supervisor.certify_mixed import judge
 from gpusup.supervisor.certify_report import as_html, as_junit
 from gpusup.supervisor.certify_result import Result
 from gpusup.supervisor.certify_run import TESTS, _one, exit_code, headline
@@ -371,3 +372,25 @@ async def test_a_meter_without_time_for_a_loop_adds_nothing() -> None:
     async with certify_meter.metered(found):
         pass
     assert found == []
+
+
+def times(value: float, spread: float = 0.02) -> Ratio:
+    return Ratio(value=value, low=value - spread, high=value + spread)
+
+
+@pytest.mark.parametrize(
+    ("change", "machine", "admitted", "verdict"),
+    [
+        (times(1.05), times(1.3), False, "passed"),
+        (times(1.32), None, False, "failed"),
+        (times(1.32), times(1.02), False, "failed"),
+        (times(1.32), times(1.27), False, "skipped"),  # the cores are that much slower
+        (times(1.6), times(1.27), False, "failed"),  # and the service more than that
+        (times(1.2, 0.1), None, True, "passed"),
+        (times(1.5), None, True, "failed"),
+    ],
+)
+def test_what_hogs_do_is_held_against_what_they_do_to_a_bare_loop(
+    change: Ratio, machine: Ratio | None, admitted: bool, verdict: str
+) -> None:
+    assert judge(change, machine, admitted=admitted) == verdict
