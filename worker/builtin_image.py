@@ -119,14 +119,38 @@ class ImageClassifier(Model):
         with torch.device("meta"):
             net: torch.nn.Module = make(**arguments)
         tensors = read_tensors(path, device)
+        if wrong := misfit(tensors, net.state_dict()):
+            raise ConfigProblem(f"{path} does not fit {name}: {wrong}")
         try:
             net.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
-            raise ConfigProblem(f"{path} does not fit {name}: {error}") from error
+            said = " ".join(str(error).split())
+            raise ConfigProblem(f"{path} does not fit {name}: {said}") from error
         left = [key for key, value in net.state_dict().items() if value.is_meta]
         if left and device.type != "meta":
             raise ConfigProblem(f"{path} lacks {left[0]} and {len(left) - 1} more of {name}")
         return net.to(device).eval().requires_grad_(False)
+
+
+def misfit(have: Mapping[str, Any], want: Mapping[str, Any]) -> str:
+    """What keeps a state dict from being a network's, in one line; "" if nothing does."""
+    found = []
+    for words, names in (
+        ("lacks", [name for name in want if name not in have]),
+        ("has what is not in it:", [name for name in have if name not in want]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found.append(f"{words} {names[0]}{more}")
+    for name in want:
+        if name not in have or not isinstance(want[name], torch.Tensor):
+            continue
+        value, shape = have[name], list(want[name].shape)
+        if not isinstance(value, torch.Tensor):
+            found.append(f"{name} is a {type(value).__name__}, no tensor")
+        elif list(value.shape) != shape:
+            found.append(f"{name} has shape {list(value.shape)}, {shape} is wanted")
+    return "; ".join(found[:3])
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:

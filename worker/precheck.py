@@ -76,10 +76,10 @@ def load_problem(handler: type[Any], config: dict[str, Any], weights: str, versi
         inner = error.__cause__ or error
         if not isinstance(inner, ConfigProblem) and "meta" in str(inner).lower():
             return ""
+        text = " ".join(str(error).split())[:500]
         if isinstance(error, ConfigProblem):
-            return str(error)
-        text = f"{type(error).__name__}: {error}"
-        return f"load fails: {' '.join(text.split())[:500]}"
+            return text
+        return f"load fails: {type(error).__name__}: {text}"
     return ""
 
 

@@ -165,6 +165,26 @@ def test_weights_of_another_network_are_refused(colours: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({}, "lacks weight"),
+        ({"weight": torch.eye(3), "b": torch.ones(1), "c": torch.ones(1)},
+         "has what is not in it: b and 1 more"),
+        ({"weight": torch.eye(4)}, "weight has shape [4, 4], [3, 3] is wanted"),
+        ({"other": torch.eye(3)}, "lacks weight; has what is not in it: other"),
+        ({"weight": 3}, "weight is a int, no tensor"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_in_one_line(
+    colours: Path, tensors: dict[str, Any], said: str
+) -> None:
+    torch.save(tensors, colours / "w.pth")
+    with pytest.raises(ConfigProblem) as raised:
+        loaded(ImageClassifier(), colours / "w.pth", network=f"{colours}/net.py:Colours")
+    assert str(raised.value) == f"{colours}/w.pth does not fit {colours}/net.py:Colours: {said}"
+
+
 def test_a_pickle_that_runs_code_is_not_run(colours: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -203,6 +223,18 @@ def test_the_check_before_a_swap_finds_weights_of_another_network(colours: Path)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_program_passes_the_check_before_a_swap(scorer: tuple[Scorer, Path], name: str) -> None:
     assert not checked(Exported(), scorer[1] / name)
+
+
+class Wordy(Model):
+    def load(self, device: torch.device, version: str) -> None:
+        raise ConfigProblem("keys:\n" + "\n\tlayer.weight" * 1000)
+
+
+def test_the_check_before_a_swap_says_one_short_line(tmp_path: Path) -> None:
+    said = checked(Wordy(), tmp_path / "w")
+    assert said.startswith("keys: layer.weight layer.weight")
+    assert "\n" not in said
+    assert len(said) <= 500
 
 
 class OnCpuOnly(Model):
