@@ -25,6 +25,8 @@ _WHOLE: Final = 16
 #: While a batch computes, this often it is looked at; longer steps where it should take long.
 _LOOK_S: Final = 100e-6
 _LONG_LOOK_S: Final = 500e-6
+#: The same for one that takes far longer than was thought.
+_LATE_LOOK_S: Final = 5e-3
 #: A batch that ends within this time is simply waited for, if nothing else is there to do.
 _SOON_S: Final = 2e-3
 #: From an answer to the same client's next request, under load: through the proxy and back.
@@ -83,8 +85,9 @@ class Pace:
         ):
             return 0.0
         # In steps: how long it takes is a guess, and after a slow first batch a bad one.
-        step = max(_LOOK_S, min(pause / 8, _LONG_LOOK_S))
-        return min(pause, step) if pause > 0 else step
+        if pause <= 0:
+            return max(_LOOK_S, min(-pause / 8, _LATE_LOOK_S))
+        return min(pause, max(_LOOK_S, min(pause / 8, _LONG_LOOK_S)))
 
     def portion(self, key: Key, rows: int, present: int, sizes: Sequence[int]) -> int:
         """How many of `rows` that wait are worth a batch behind the one that computes. `present`:
