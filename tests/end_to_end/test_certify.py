@@ -49,7 +49,7 @@ def config(folder: Path, text: str) -> str:
 
 
 def test_load_and_hostile_input_pass_with_the_bundled_model(short_path: Path) -> None:
-    words = ("--profile", "quick", "--only", "load,hostile", "--scale", "0.25")
+    words = ("--profile", "quick", "--only", "load,hostile", "--scale", "0.1")
     code, report, output = certify(short_path, *words)
     assert code == 0, output
     assert report["counts"] == {"passed": 2, "failed": 0, "skipped": 0}
@@ -96,6 +96,7 @@ def test_a_running_service_is_not_hurt_unasked(service: Service, short_path: Pat
     assert service.pids() == before
 
 
+@pytest.mark.slow
 def test_what_was_found_before_an_interruption_is_reported(short_path: Path) -> None:
     words = ("--profile", "quick", "--only", "load,stability", "--rate", "50", "--scale", "0.1")
     argv = [sys.executable, "-m", "gpusup.supervisor", "certify", *words, "--report", "report"]
