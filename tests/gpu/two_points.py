@@ -143,9 +143,9 @@ def alone(box: Box, slot: str) -> dict[str, Any]:
 def balance(box: Box, one: dict[str, Any]) -> dict[str, Any]:
     """Images a second on both against one, and the CPU share of each process.
 
-    Judged is `ratio_full`: with as many clients for each GPU as the one had. `ratio` is with as
-    many for both together, half for each, which do not fill its batches: below the goal whatever
-    the balance. What one GPU makes of half the clients is what `ratio_half` compares with.
+    `ratio`, which is judged, is with as many clients for both together as the one had: half for
+    each, which hardly fill its batches. What one GPU makes of half the clients is what `ratio_half`
+    compares with; `ratio_full` is with as many clients for each GPU as the one had.
     """
     found: dict[str, Any] = {"one_gpu": one}
     box.wrk.run(box.url, box.clients, 2)
@@ -166,7 +166,7 @@ def balance(box: Box, one: dict[str, Any]) -> dict[str, Any]:
         found["ratio_half"] = round(found["both"]["images_per_s"] / rates["half"], 3)
         found["ratio_full"] = round(found["both_full"]["images_per_s"] / rates["full"], 3)
         failed = found["both"]["failed"] or found["both_full"]["failed"]
-        found["right"] = found["ratio_full"] >= GOAL and not failed
+        found["right"] = found["ratio"] >= GOAL and not failed
     return found
 
 
