@@ -73,8 +73,8 @@ def load_problem(handler: type[Any], config: dict[str, Any], weights: str, versi
         return ""
     except Exception as error:
         # What PyTorch's meta device can't do is no verdict on the model, wrapped or not.
-        inner = error.__cause__ or error
-        if not isinstance(inner, ConfigProblem) and "meta" in str(inner).lower():
+        said = (each for each in (error, error.__cause__) if not isinstance(each, ConfigProblem))
+        if any("meta" in str(each).lower() for each in said):
             return ""
         text = " ".join(str(error).split())[:500]
         if isinstance(error, ConfigProblem):

@@ -238,17 +238,35 @@ def test_the_check_before_a_swap_says_one_short_line(tmp_path: Path) -> None:
 
 
 class OnCpuOnly(Model):
-    """As a handler that wraps whatever its library says."""
+    """`wrap`: as a handler does that says itself whatever its library says."""
+
+    wrap = True
 
     def load(self, device: torch.device, version: str) -> None:
         try:
             raise RuntimeError(f"device {device} is invalid")
         except RuntimeError as error:
-            raise ConfigProblem(f"cannot read {self.weights}: {error}") from error
+            if self.wrap:
+                raise ConfigProblem(f"cannot read {self.weights}: {error}") from error
+            raise ValueError(str(error)) from OSError("of another kind")
 
 
-def test_what_the_meta_device_can_not_do_is_no_verdict(tmp_path: Path) -> None:
-    assert not checked(OnCpuOnly(), tmp_path / "w")
+class Unwrapped(OnCpuOnly):
+    wrap = False
+
+
+@pytest.mark.parametrize("kind", [OnCpuOnly, Unwrapped])
+def test_what_the_meta_device_can_not_do_is_no_verdict(tmp_path: Path, kind: Any) -> None:
+    assert not checked(kind(), tmp_path / "w")
+
+
+class Meta(Model):
+    def load(self, device: torch.device, version: str) -> None:
+        raise ConfigProblem(f"{self.weights} has no classes")
+
+
+def test_a_path_with_that_word_is_no_excuse(tmp_path: Path) -> None:
+    assert checked(Meta(), tmp_path / "metal") == f"{tmp_path}/metal has no classes"
 
 
 @pytest.fixture(scope="module")
