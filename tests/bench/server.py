@@ -19,6 +19,8 @@ from typing import Any, Self
 import psutil
 from peers import BenchProblem
 
+from gpusup.conf.precedence import follow
+
 
 def free_port() -> int:
     """The first of five free ports in a row, below the range the kernel hands out."""
@@ -39,9 +41,7 @@ def give_priority(pid: int, nice: int) -> None:
     """For a machine that others use too. Below 0 needs root; children started later inherit it."""
     if nice:
         os.setpriority(os.PRIO_PROCESS, pid, nice)
-        # Where each session is a group of the scheduler, nice counts only within the group.
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+        follow(pid)  # as our own sessions do, so that the peers are not behind them
 
 
 @dataclass(kw_only=True)
