@@ -107,10 +107,10 @@ def run(args: argparse.Namespace) -> int:
         _refuse(str(error))
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.stderr.write("gpusup certify: interrupted\n")
+        _refuse("interrupted")
         return INTERRUPTED
     if report.interrupted:
-        sys.stderr.write("gpusup certify: interrupted\n")
+        _refuse("interrupted")
     sys.stdout.write(f"{report.headline} in {time.monotonic() - began:.0f} s\n")
     for path in report.files:
         sys.stdout.write(f"  {path}\n")

@@ -8,12 +8,14 @@ does nothing but compute, with the precedence that a service has, so it sees the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 from gpusup.conf.precedence import prefer
 
@@ -30,16 +32,27 @@ while True:
 """
 
 
-def start() -> subprocess.Popen[str]:
-    """The loop. It writes the seconds of each turn, one a line."""
+def background(
+    words: list[str], *, stdout: int = subprocess.DEVNULL, env: Any = None
+) -> subprocess.Popen[str]:
+    """As any other program on this machine: with a session of its own, and no precedence."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _LOOP],
+        words,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=env,
         start_new_session=True,
     )
+    with contextlib.suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, process.pid, 0)
+    return process
+
+
+def start() -> subprocess.Popen[str]:
+    """The loop. It writes the seconds of each turn, one a line."""
+    process = background([sys.executable, "-c", _LOOP], stdout=subprocess.PIPE)
     prefer(process.pid)
     return process
 

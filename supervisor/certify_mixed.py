@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from .certify_bench import Bench
 from .certify_math import Ratio, Sample, percentile, ratio, summary
-from .certify_meter import metered
+from .certify_meter import background, metered
 from .certify_ramp import ms, per_s, told
 from .certify_result import Result, Verdict
 
@@ -164,13 +164,13 @@ async def _hogs(disk: Path, gpus: Sequence[Any]) -> AsyncIterator[str]:
     else:
         spin = [sys.executable, "-c", _SPIN]
     commands = [spin] * (os.cpu_count() or 1) + [[sys.executable, "-c", _READ, str(disk)]]
-    processes = [_background(words) for words in commands]
+    processes = [background(words) for words in commands]
     foreign = ""
     try:
         if gpus:
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0]["uuid"]}
             words = [sys.executable, "-m", "gpusup.worker.certify_hog", "0.3"]
-            hog = _background(words, stdout=subprocess.PIPE, env=env)
+            hog = background(words, stdout=subprocess.PIPE, env=env)
             processes.append(hog)
             assert hog.stdout is not None
             foreign = (await asyncio.to_thread(hog.stdout.readline)).strip()
@@ -182,19 +182,3 @@ async def _hogs(disk: Path, gpus: Sequence[Any]) -> AsyncIterator[str]:
             await asyncio.to_thread(process.wait)
             if process.stdout is not None:
                 process.stdout.close()
-
-
-def _background(words: list[str], *, stdout: int = subprocess.DEVNULL, env: Any = None) -> Any:
-    """As any other program on this machine: with a session of its own, and no precedence."""
-    process = subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
-    with contextlib.suppress(ProcessLookupError):
-        os.setpriority(os.PRIO_PROCESS, process.pid, 0)
-    return process

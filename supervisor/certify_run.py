@@ -122,20 +122,17 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
         if not results:
             raise
         interrupted = True
-        for name in names:
-            if name not in {r.name for r in results}:
-                why = "interrupted before its end"
-                results.append(Result(name, _MODULES[name].TITLE, skipped=why))
+        for result in _not_run(names, results):
+            result.skipped = "interrupted before its end"
+            results.append(result)
     except (CertifyError, LoadError, OSError) as error:
         if not results:
             raise
         # Something was found out already; the rest is told as failed, not lost.
-        for name in names:
-            if name not in {r.name for r in results}:
-                result = Result(name, _MODULES[name].TITLE)
-                result.check("could be run", False, " ".join(str(error).split())[-600:])
-                shown.result(result)
-                results.append(result)
+        for result in _not_run(names, results):
+            result.check("could be run", False, " ".join(str(error).split())[-600:])
+            shown.result(result)
+            results.append(result)
     order = list(TESTS)
     results.sort(key=lambda r: order.index(r.name))
     title = headline(results)
@@ -143,6 +140,12 @@ async def certify(options: Options, names: Sequence[str], shown: Shown) -> Repor
         options, title, results, machine=machine, facts=facts, series=series.values, began=began
     )
     return Report(headline=title, results=results, files=files, interrupted=interrupted)
+
+
+def _not_run(names: Sequence[str], results: Sequence[Result]) -> list[Result]:
+    """One without a finding for each of `names` that is not among `results`."""
+    there = {result.name for result in results}
+    return [Result(name, _MODULES[name].TITLE) for name in names if name not in there]
 
 
 def _make_folder(folder: Path) -> None:

@@ -63,7 +63,7 @@ async def run(bench: Bench, result: Result) -> None:
             spans.append((began, time.monotonic()))
             states.append(change["state"])
             if change["state"] != "done":  # then the old ones are to stay
-                failures.append(str(change.get("text", "")).partition("\n")[0])
+                failures.append(_said(change))
                 continue
             old_pids |= before
             if lingering := await _lingering(before):
@@ -85,7 +85,7 @@ async def run(bench: Bench, result: Result) -> None:
     result.check(
         "swaps came to their end", set(states) == {"done"},
         f"{states.count('done')} of {swaps} done, {ms(percentile(took, 0.5))} each (median)"
-        + (f"; {failures[0][:160]}" if failures else ""),
+        + (f"; {failures[0]}" if failures else ""),
     )  # fmt: skip
     result.check(
         "in-flight requests complete", found.clean,
@@ -165,6 +165,11 @@ def _numbers(pattern: str) -> list[str]:
             if (hit := wanted.match(entry.name)) and Path(weights_of(pattern, hit[1])).exists():
                 found.append(hit[1])
     return sorted(found, key=int)
+
+
+def _said(change: Any) -> str:
+    """The beginning of what a change said in the end; "" if nothing."""
+    return str(change.get("text", "")).partition("\n")[0][:160]
 
 
 async def _lingering(pids: set[int]) -> str:
@@ -276,9 +281,9 @@ async def _rollback(bench: Bench, result: Result, rate: float) -> None:
         for one in (await target.call("POST", "/reload-config"))["changes"]:
             await target.call("GET", f"/changes/{one}?wait=60")
     state = change["state"]
-    text = str(change.get("text", "")).splitlines()[:1]
+    text = _said(change)
     result.check(
         name, state in ("rolled-back", "failed") and found.clean and bool(text),
-        f"{state}: {text[0][:160] if text else 'without a word'}; meanwhile {found.good} of "
+        f"{state}: {text or 'without a word'}; meanwhile {found.good} of "
         f"{found.requests} answered well" + (f"; {told(found.codes)}" if found.codes else ""),
     )  # fmt: skip

@@ -161,10 +161,10 @@ def balance(box: Box, one: dict[str, Any]) -> dict[str, Any]:
     found["shares"] = box.by_slot(sample.shares(began))
     found["both_full"] = box.wrk.run(box.url, 2 * box.clients, box.seconds)
     if one.get("full"):
-        rates = {name: run["images_per_s"] for name, run in one.items() if name in RUNS}
-        found["ratio"] = round(found["both"]["images_per_s"] / rates["full"], 3)
-        found["ratio_half"] = round(found["both"]["images_per_s"] / rates["half"], 3)
-        found["ratio_full"] = round(found["both_full"]["images_per_s"] / rates["full"], 3)
+        full, half = (one[name]["images_per_s"] for name in RUNS)
+        found["ratio"] = round(found["both"]["images_per_s"] / full, 3)
+        found["ratio_half"] = round(found["both"]["images_per_s"] / half, 3)
+        found["ratio_full"] = round(found["both_full"]["images_per_s"] / full, 3)
         failed = found["both"]["failed"] or found["both_full"]["failed"]
         found["right"] = found["ratio"] >= GOAL and not failed
     return found
@@ -219,11 +219,7 @@ def drain(box: Box, idle: dict[str, dict[str, float]]) -> dict[str, Any]:
         found["shares_drained"] = box.by_slot(load.shares(drained))
         began = time.monotonic()
         found["uncordon"] = box.ctl("uncordon", box.second)
-        box.ready(box.second)
-        found["ready_again_s"] = round(time.monotonic() - began, 2)
-        since = time.monotonic()
-        time.sleep(2)
-        found["shares_after"] = box.by_slot(load.shares(since))
+        found["ready_again_s"], found["shares_after"] = returned(box, load, began)
     found |= told(load)
     found["right"] = (
         found["drain"]["exit"] == 0
@@ -234,6 +230,16 @@ def drain(box: Box, idle: dict[str, dict[str, float]]) -> dict[str, Any]:
         and box.second in found["shares_after"]
     )
     return found
+
+
+def returned(
+    box: Box, load: rig.Load, began: float, limit_s: float = 30.0
+) -> tuple[float, dict[str, float]]:
+    """Seconds until the second GPU works again, and the shares in the two that follow."""
+    box.ready(box.second, limit_s)
+    since = time.monotonic()
+    time.sleep(2)
+    return round(since - began, 2), box.by_slot(load.shares(since))
 
 
 def first_alone(box: Box, shares: dict[str, float]) -> bool:
@@ -343,11 +349,7 @@ def lost(box: Box, overrides: Path) -> dict[str, Any]:
         found["counts_lost"] = load.counts(since)
         write(overrides, {})
         began = time.monotonic()
-        box.ready(box.second, 45)
-        found["back_s"] = round(time.monotonic() - began, 2)
-        since = time.monotonic()
-        time.sleep(2)
-        found["shares_back"] = box.by_slot(load.shares(since))
+        found["back_s"], found["shares_back"] = returned(box, load, began, 45)
     found |= told(load)
     found["right"] = (
         set(found["counts_lost"]) == {"200"}

@@ -29,12 +29,17 @@ from gpusup.supervisor.certify_swap import BROKEN, first_answers, usual_while, w
 from gpusup.supervisor.certify_toml import to_toml
 
 
+class Calm:
+    """A bench on which nothing is at work."""
+
+    knee, sizes_from = 0.0, "nowhere"
+
+    async def settled(self) -> None: ...
+
+
 async def test_a_disk_that_is_full_fails_the_test_that_met_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Calm:
-        async def settled(self) -> None: ...
-
     async def run(bench: Any, result: Result) -> None:
         raise OSError(28, "No space left on device")
 
@@ -49,11 +54,6 @@ async def test_an_interruption_keeps_what_had_ended(
 ) -> None:
     begun = asyncio.Event()
     written: list[list[Result]] = []
-
-    class Calm:
-        knee, sizes_from = 0.0, "nowhere"
-
-        async def settled(self) -> None: ...
 
     @asynccontextmanager
     async def service(*_: Any) -> AsyncIterator[Any]:
