@@ -2,6 +2,9 @@
 
     python tests/gpu/two_gpus.py [--wrk DIR] [--proxies 8] [--seconds 8] [--only pinned,...] [--cpu]
 
+Batches are bounded at 32 rows, which half of 256 clients still fill: then two GPUs against one tell
+of balance and proxies alone. The point `wide` measures the same with 64 rows.
+
 Some four minutes. Prints a table on standard error and one JSON object; each point that fails says
 why, and the others go on. With --cpu the script itself is tried out on two CPU slots.
 """
@@ -23,16 +26,16 @@ import work
 from two_points import RUNS, Box, balance, drain, foreign, hidden, kill, lost, pinned, swap, write
 
 
-def config(given: argparse.Namespace, use: list[str]) -> str:
+def config(given: argparse.Namespace, use: list[str], rows: int = 0) -> str:
     # No request runs twice: a death shows what it costs.
-    model = rig.resnet(given.cpu, retry="never")
+    model = rig.resnet(given.cpu, retry="never", max_rows=rows or given.rows)
     where = rig.devices(given.cpu, use)
     return f"[server]\nproxies = {given.proxies}\n{rig.PRELOAD}{where}{model}"
 
 
-def one_gpu(given: argparse.Namespace, wrk: rig.Wrk) -> dict[str, Any]:
+def one_gpu(given: argparse.Namespace, wrk: rig.Wrk, rows: int = 0) -> dict[str, Any]:
     """One GPU's rates with all clients, and with half of them."""
-    with rig.started(config(given, ["gpu0"])) as service:
+    with rig.started(config(given, ["gpu0"], rows)) as service:
         url = f"http://127.0.0.1:{service.port}/predictions/resnet"
         wrk.run(url, given.clients, 2)
         clients = (given.clients, given.clients // 2)
@@ -42,9 +45,18 @@ def one_gpu(given: argparse.Namespace, wrk: rig.Wrk) -> dict[str, Any]:
         }
 
 
-POINTS = ("pinned", "balance", "foreign", "drain", "swap", "kill", "lost", "hidden")
+def wide(given: argparse.Namespace, wrk: rig.Wrk) -> dict[str, Any]:
+    """As `balance` with batches of twice the rows: one GPU fills them, two with as many clients
+    do not, so that the ratio is not judged."""
+    rows = 2 * given.rows
+    one = one_gpu(given, wrk, rows)
+    with rig.started(config(given, ["gpu0", "gpu1"], rows)) as service:
+        return {"rows": rows} | balance(Box(service, given, wrk), one, goal=0.0)
+
+
+POINTS = ("pinned", "balance", "foreign", "drain", "swap", "kill", "lost", "hidden", "wide")
 #: Seconds after which a point is broken off.
-LIMITS = {"swap": 150.0, "foreign": 90.0}
+LIMITS = {"swap": 150.0, "foreign": 90.0, "wide": 120.0}
 
 
 def summary(result: dict[str, Any]) -> list[list[object]]:
@@ -68,17 +80,19 @@ def main() -> int:
     parser.add_argument("--wrk", default="", help="folder filled by tests/bench/carry_wrk.sh")
     parser.add_argument("--proxies", type=int, default=8)
     parser.add_argument("--clients", type=int, default=256, help="of wrk")
+    parser.add_argument("--rows", type=int, default=0, help="a batch's bound (default: 32, CPU: 2)")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measured rate")
     parser.add_argument("--only", default=",".join(POINTS))
     parser.add_argument("--limit", type=float, default=420.0, help="no point begins after that")
     parser.add_argument("--cpu", action="store_true", help="try the script out on CPU slots")
     parser.add_argument("--out", type=Path, help="write the JSON there as it grows")
     given = parser.parse_args()
+    given.rows = given.rows or (2 if given.cpu else 32)
     began = time.monotonic()
     wanted = given.only.split(",")
     wrk = rig.Wrk(given.wrk)
     work.weights_file("resnet50")
-    result: dict[str, Any] = {"machine": rig.machine(), "proxies": given.proxies}
+    result: dict[str, Any] = {"machine": rig.machine(), "proxies": given.proxies, "rows": given.rows}
     log: list[Callable[[], str]] = [str]
 
     def point(name: str, step: Callable[[], Any]) -> None:
@@ -118,11 +132,12 @@ def main() -> int:
                         result.setdefault("not_recovered", {})[name] = result["recovered"]
                 result.pop("recovered", None)
 
-        if set(wanted) - {"hidden"}:
+        if set(wanted) - {"hidden", "wide"}:
             rig.attempt(result, "both_gpus", both, str, 120)
     if not result.get("both_gpus"):
         result.pop("both_gpus", None)
     point("hidden", lambda: hidden(given.cpu, list(idle)))
+    point("wide", lambda: wide(given, wrk))
     result["took_s"] = round(time.monotonic() - began, 1)
     print(rig.table(summary(result)), file=sys.stderr)
     text = json.dumps(result)
