@@ -92,7 +92,8 @@ def main() -> int:
     wanted = given.only.split(",")
     wrk = rig.Wrk(given.wrk)
     work.weights_file("resnet50")
-    result: dict[str, Any] = {"machine": rig.machine(), "proxies": given.proxies, "rows": given.rows}
+    machine = rig.machine()
+    result: dict[str, Any] = {"machine": machine, "proxies": given.proxies, "rows": given.rows}
     log: list[Callable[[], str]] = [str]
 
     def point(name: str, step: Callable[[], Any]) -> None:
