@@ -144,6 +144,7 @@ def render(wish: Wish) -> dict[str, str]:
     return {
         f"{UNITS}/gpusup.service": service,
         f"{UNITS}/gpusup.socket": socket,
+        f"{UNITS}/gpusup.slice": _bundled("gpusup.slice"),
         CONFIG: _CONFIG_TEXT.format(path=f"/{CONFIG}", group=group),
         TMPFILES: tmpfiles,
         SYSUSERS: sysusers,

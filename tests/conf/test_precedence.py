@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gpusup.conf.precedence import GROUP_NICE, NICE, follow, prefer
+from gpusup.conf.precedence import BEHIND, GROUP_NICE, NICE, follow, prefer, step_back
 
 
 @pytest.fixture
@@ -45,3 +46,29 @@ def test_what_is_not_allowed_or_gone_is_no_error(
     assert not prefer(2**22 + 1)
     follow(2**22 + 1)
     follow()
+
+
+@pytest.mark.parametrize(("own", "then"), [(NICE, NICE + BEHIND), (-3, 0), (0, 0), (7, 7)])
+def test_a_thread_steps_back_behind_its_process_s_others_but_not_behind_all(
+    monkeypatch: pytest.MonkeyPatch, own: int, then: int
+) -> None:
+    values = {threading.get_native_id(): own}
+    monkeypatch.setattr(os, "getpriority", lambda which, thread: values[thread])
+    monkeypatch.setattr(os, "setpriority", lambda which, thread, to: values.update({thread: to}))
+    step_back()
+    assert values == {threading.get_native_id(): then}
+
+
+def test_only_the_thread_that_asks_steps_back() -> None:
+    before = nice_of(threading.get_native_id())
+    seen: list[int] = []
+
+    def back() -> None:
+        step_back()
+        seen.append(nice_of(threading.get_native_id()))
+
+    thread = threading.Thread(target=back)
+    thread.start()
+    thread.join()
+    assert seen == [before if before >= 0 else min(0, before + BEHIND)]
+    assert nice_of(threading.get_native_id()) == before

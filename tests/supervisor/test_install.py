@@ -52,6 +52,7 @@ def test_it_writes_unit_socket_configuration_folders_and_user(
     for name in (
         "etc/systemd/system/gpusup.service",
         "etc/systemd/system/gpusup.socket",
+        "etc/systemd/system/gpusup.slice",
         "etc/gpusup/gpusup.toml",
         "etc/tmpfiles.d/gpusup.conf",
         "etc/sysusers.d/gpusup.conf",
@@ -114,6 +115,8 @@ def test_the_unit_is_what_the_service_speaks(tmp_path: Path) -> None:
     assert (found["OOMPolicy"], found["KillMode"]) == (["continue"], ["mixed"])
     assert int(found["WatchdogSec"][0]) > 0
     assert found["Nice"] == [str(NICE)]  # what certify runs with
+    weights = install.render(wish(tmp_path))[f"{install.UNITS}/{found['Slice'][0]}"]
+    assert int(settings(weights)["CPUWeight"][0]) > 100  # what all others have
 
 
 def test_nothing_in_the_unit_breaks_cuda(tmp_path: Path) -> None:
@@ -140,9 +143,10 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path / "etc/systemd/system/gpusup.service"
 
 
-def test_systemd_finds_nothing_wrong_with_unit_and_socket(installed: Path) -> None:
+def test_systemd_finds_nothing_wrong_with_unit_socket_and_slice(installed: Path) -> None:
+    others = (installed.with_suffix(suffix) for suffix in (".socket", ".slice"))
     asked = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", installed, installed.with_suffix(".socket")],
+        ["systemd-analyze", "verify", "--man=no", installed, *others],
         capture_output=True,
         text=True,
         timeout=60,
