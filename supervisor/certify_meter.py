@@ -45,7 +45,8 @@ def background(
         env=env,
         start_new_session=True,
     )
-    with contextlib.suppress(ProcessLookupError):
+    # Who was started at a raised nice value may not lower it again: then its children keep that.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpriority(os.PRIO_PROCESS, process.pid, 0)
     return process
 

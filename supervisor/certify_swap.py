@@ -25,7 +25,7 @@ TITLE: Final = "Swap: versions change under load; a failing one is taken back"
 #: Answers after each swap that count as first.
 FIRST: Final = 5
 GONE_LIMIT_S: Final = 10.0
-#: About so many requests at least meet the failing version.
+#: About so many requests at least are answered when calm, and meet the failing version.
 MEANWHILE: Final = 10
 BROKEN: Final = "gpusup.worker.certify_faults:Broken"
 
@@ -41,7 +41,7 @@ async def run(bench: Bench, result: Result) -> None:
     swaps = bench.profile.swaps
     rate = await bench.base_rate(share=0.15, most=100.0)
     versions = await _versions(bench)
-    calm = await bench.load.run(rate, 2 * bench.profile.calm_s)
+    calm = await bench.load.run(rate, max(2 * bench.profile.calm_s, MEANWHILE / rate))
     result.samples += calm
     p50 = percentile([s.latency for s in calm], 0.5)
     rest = await bench.resting()

@@ -55,6 +55,7 @@ class Graphs:
         self._memory = torch.cuda.graph_pool_handle()
         self._by_key: dict[Key, list[tuple[int, list[Captured]]]] = {}
         self._todo: deque[tuple[Key, int]] = deque()
+        self._begun: list[Captured] = []  # of the first one wanted
         self.status = runner.status
         if off:
             self.status["all"] = f"eager: {off}"
@@ -80,23 +81,27 @@ class Graphs:
         return [rows for rows, _ in self._by_key.get(key, ())]
 
     def step(self) -> bool:
-        """Capture the next one wanted; only while nothing is in flight. False: none was left.
+        """Capture the next one wanted for one of its slabs: who comes meanwhile waits no longer
+        than that. Only while nothing is in flight. False: none was left.
 
         Raises what poisons the device, nothing else.
         """
         if not self._todo:
             return False
-        key, rows = self._todo.popleft()
+        key, rows = self._todo[0]
         name = f"{key.text}/{rows}"
         why = ""
         hopeless = False
         try:
-            self._capture(key, rows)
+            if not self._capture(key, rows):
+                return True
         except Exception as error:
             if is_sticky(error):
                 raise
             why = one_line(error, named=not isinstance(error, CannotCapture))
             hopeless = not is_oom(error)
+        self._todo.popleft()
+        self._begun = []
         if not why:
             self.status[name] = "captured"
             return True
@@ -111,7 +116,8 @@ class Graphs:
         self._runner.device.trim()
         return True
 
-    def _capture(self, key: Key, rows: int) -> None:
+    def _capture(self, key: Key, rows: int) -> bool:
+        """For one more slab. True: that was the last one."""
         runner = self._runner
         needed = runner.profile.cost(key.text, rows)
         free = runner.room_left()
@@ -122,10 +128,14 @@ class Graphs:
         if slab is None:
             raise CannotCapture("its bucket has no slab")
         pool.give_back(slab)
-        captured = [self._one(key, rows, each) for each in pool.slabs(key)]
+        slabs = pool.slabs(key)
+        self._begun.append(self._one(key, rows, slabs[len(self._begun)]))
+        if len(self._begun) < len(slabs):
+            return False
         bisect.insort(
-            self._by_key.setdefault(key, []), (rows, captured), key=lambda entry: entry[0]
+            self._by_key.setdefault(key, []), (rows, self._begun), key=lambda entry: entry[0]
         )
+        return True
 
     def _one(self, key: Key, rows: int, slab: Slab) -> Captured:
         runner = self._runner

@@ -21,7 +21,7 @@ from .answers import Answers
 from .batcher import Batcher, Unit
 from .budgets import Budgets
 from .compute import Containment, Failure, Flight, failure_of, one_line
-from .crew import Crew
+from .crew import Crew, cores_apart
 from .desk import Bell, Desk
 from .intake import Intake
 from .outputs import Outputs
@@ -43,10 +43,10 @@ _LONGEST_S: Final = 1.0
 #: A CPU slot that has been idle for so long gives back what its heap has kept, if it is much.
 _TIDY_S: Final = 0.1
 _KEPT_BYTES: Final = 32 * 2**20
-#: So long without work is a gap in which a graph may be captured.
+#: So long without work is a gap in which a graph may be captured, for one of its two slabs.
 _GAP_S: Final = 0.03
-#: Without gaps, one graph is captured this often.
-_CAPTURE_EVERY_S: Final = 0.5
+#: Without gaps, that is done this often.
+_CAPTURE_EVERY_S: Final = 0.25
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,10 @@ class Loop:
         self._room = Room(settings.max_rows, self._runner.depth)
         desk.budget_rows = self._room.rows
         self.containment = Containment(loaded.runner, loaded.device, limit_s=settings.budget / 2)
-        self._crew = Crew(settings.decode_threads, "crew")
+        cores: list[set[int]] = []
+        if torch.get_num_threads() == 1:  # else torch's own threads would be crowded there too
+            cores = cores_apart(settings.decode_threads, spec.place, spec.workers)
+        self._crew = Crew(settings.decode_threads, "crew", cores)
         self.texts = Texts(
             loaded.model,
             running,

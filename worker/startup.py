@@ -98,7 +98,8 @@ class Startup:
         warm_up = WarmUp(model, settings, runner, profile, self._page.load_moved)
         with self._phase("warm-up"):
             now = "predict" in methods and warm_up.run()
-        if now and not spec.held:
+        # A swap that leaves the old worker at work can wait for graphs; first answers can't.
+        if spec.beside or (now and not spec.held):
             with self._phase("graphs"), torch.inference_mode():
                 while runner.idle_step():
                     self._page.load_moved()

@@ -179,6 +179,9 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     held: bool = False  # prepare (imports, context, weights to host memory), then wait for Go
     held_context: bool = True  # whether there is room for a context while held
     env: dict[str, str] = {}
+    beside: bool = False  # an older one serves meanwhile: nobody waits for this one
+    place: int = 0  # which of `workers` it is, for cores of its own
+    workers: int = 0  # slots of this machine; 0: not known
     keep_alive: float = 0.25
     canary_idle: float = 30.0
     canary_limit: float = 10.0

@@ -53,6 +53,9 @@ def test_swaps_back_and_forth_under_sixteen_clients_lose_nothing(
             change = reload(service, name, 1 + (n + 1) % 2, strategy=strategy)
             assert change["state"] == "done", steps(change)
             assert f": {how} (" in steps(change)
+            # Only who leaves an old worker at work takes the time to capture before it serves.
+            slots = [s for s in service.status()["slots"] if s["model"] == name]
+            assert {"graphs" in s["seconds"] for s in slots} == {how == "surge"}
     assert not clients.problems()
     assert clients.versions() == {"1", "2"}
 

@@ -51,7 +51,8 @@ def wide(given: argparse.Namespace, wrk: rig.Wrk) -> dict[str, Any]:
     rows = 2 * given.rows
     one = one_gpu(given, wrk, rows)
     with rig.started(config(given, ["gpu0", "gpu1"], rows)) as service:
-        return {"rows": rows} | balance(Box(service, given, wrk), one, goal=0.0)
+        found: dict[str, Any] = balance(Box(service, given, wrk), one, goal=0.0)
+        return {"rows": rows} | found
 
 
 POINTS = ("pinned", "balance", "foreign", "drain", "swap", "kill", "lost", "hidden", "wide")

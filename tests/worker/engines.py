@@ -29,7 +29,7 @@ class Served:
             name: more.pop(name)
             for name in (
                 "profile_path", "memory_cap", "canary_idle", "device", "device_uuid", "held",
-                "device_total",
+                "device_total", "beside",
             )
             if name in more
         }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpusup.worker import wire
+from gpusup.worker import startup, wire
 from gpusup.worker.entry import LoadProblem
 from gpusup.worker.handlers import from_file
 
@@ -117,6 +117,43 @@ def test_a_held_worker_says_what_it_has_prepared_and_waits(make: Make) -> None:
     kinds = [type(message) for message in served.told]
     assert wire.Prepared in kinds
     assert waited == [kinds.index(wire.Prepared) + 1]
+
+
+@pytest.mark.parametrize(
+    ("beside", "known", "left"),
+    [(True, True, 0), (True, False, 0), (False, True, 3), (False, False, 0)],
+)
+def test_who_is_waited_for_answers_first_and_captures_graphs_later(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    beside: bool,
+    known: bool,
+    left: int,
+) -> None:
+    """A swap that leaves the old worker at work is not waited for, its first answers are."""
+    made: list[Any] = []
+
+    def runner(*words: Any) -> Any:
+        made.append(startup_runner(*words))
+        steps = iter((True, True, True, False))
+        made[-1].left = 3
+
+        def step() -> bool:
+            made[-1].left = max(0, made[-1].left - 1)
+            return next(steps)
+
+        made[-1].idle_step = step
+        return made[-1]
+
+    startup_runner = startup.make_runner
+    monkeypatch.setattr(startup, "make_runner", runner)
+    path = str(tmp_path / "profile.json")
+    if known:
+        make("Double", profile_path=path).load()
+    ready = make("Double", profile_path=path, beside=beside).load()
+    assert made[-1].left == left
+    assert ("graphs" in ready.seconds) == (left == 0)
 
 
 def golden(tmp_path: Path, want: float) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from gpusup.worker.graphs import CannotCapture, _compare
+from gpusup.worker.graphs import CannotCapture, Graphs, _compare
 from gpusup.worker.outputs import Outputs
 from gpusup.worker.pace import Pace, Room
 from gpusup.worker.pool import Key
@@ -18,6 +20,68 @@ KEY = Key((("", (4,), "FP32"),), pooled=True)
 
 def outputs(*values: torch.Tensor) -> Outputs:
     return Outputs("tuple", tuple(f"o{n}" for n in range(len(values))), list(values))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """Two slabs; what is captured is told by names."""
+    for name in ("Stream", "graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    slabs = ["first", "second"]
+    pool = SimpleNamespace(lease=lambda key: slabs[0], give_back=lambda slab: None)
+    pool.slabs = lambda key: slabs
+    runner: Any = SimpleNamespace(
+        pool=pool,
+        status={},
+        profile=SimpleNamespace(cost=lambda text, rows: 0),
+        room_left=lambda: 0,
+        device=SimpleNamespace(trim=lambda: None),
+    )
+    made = Graphs(runner, "")
+    monkeypatch.setattr(made, "_one", lambda key, rows, slab: f"{slab}/{rows}")
+    return made
+
+
+def found(graphs: Graphs, rows: int) -> list[Any]:
+    return [graphs.find(KEY, rows, slot) for slot in (0, 1)]
+
+
+def test_one_slab_is_captured_at_a_time_and_both_are_used_together(graphs: Graphs) -> None:
+    graphs.want(KEY, 4)
+    graphs.want(KEY, 2)
+    assert graphs.step()
+    assert graphs.find(KEY, 4, 0) is None  # the other slab could not be computed yet
+    assert graphs.pending()
+    assert graphs.status == {}
+    assert graphs.step()
+    assert found(graphs, 3) == ["first/4", "second/4"]
+    assert graphs.step()
+    assert graphs.step()
+    assert not graphs.pending()
+    assert not graphs.step()
+    assert graphs.sizes(KEY) == [2, 4]
+    assert graphs.status == {f"{KEY.text}/{rows}": "captured" for rows in (2, 4)}
+
+
+def test_a_graph_that_fails_at_its_second_slab_leaves_nothing_behind(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(key: Key, rows: int, slab: str) -> str:
+        if (rows, slab) == (4, "second"):
+            raise CannotCapture("its replay differs")
+        return f"{slab}/{rows}"
+
+    monkeypatch.setattr(graphs, "_one", one)
+    graphs.want(KEY, 4)
+    graphs.want(KEY, 2)
+    while graphs.step():
+        pass
+    assert graphs.sizes(KEY) == []
+    assert set(graphs.status.values()) == {"eager: its replay differs"}
+    graphs.want(KEY, 1)
+    while graphs.step():
+        pass
+    assert found(graphs, 1) == ["first/1", "second/1"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
