@@ -135,16 +135,18 @@ def test_who_is_waited_for_answers_first_and_captures_graphs_later(
     made: list[Any] = []
 
     def runner(*words: Any) -> Any:
-        made.append(startup_runner(*words))
-        steps = iter((True, True, True, False))
-        made[-1].left = 3
+        one: Any = startup_runner(*words)
+        one.left = 3
 
         def step() -> bool:
-            made[-1].left = max(0, made[-1].left - 1)
-            return next(steps)
+            if not one.left:
+                return False
+            one.left -= 1
+            return True
 
-        made[-1].idle_step = step
-        return made[-1]
+        one.idle_step = step
+        made.append(one)
+        return one
 
     startup_runner = startup.make_runner
     monkeypatch.setattr(startup, "make_runner", runner)
